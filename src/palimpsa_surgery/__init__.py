@@ -1,0 +1,33 @@
+"""Model surgery that gives pretrained Mamba2 language models a metaplastic memory.
+
+Every verb of the command line is a function of the same name here: `analyze`, `replace`, `train`,
+`export`, `demo`. They are imported on first use, because torch and transformers take seconds to import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from palimpsa_surgery._version import __version__
+
+if TYPE_CHECKING:
+    from palimpsa_surgery.stages.demo import demo
+    from palimpsa_surgery.stages.pipeline import train
+    from palimpsa_surgery.surgery.analysis import analyze
+    from palimpsa_surgery.surgery.export import export
+    from palimpsa_surgery.surgery.replacement import replace
+
+_VERBS = {
+    "analyze": "palimpsa_surgery.surgery.analysis",
+    "replace": "palimpsa_surgery.surgery.replacement",
+    "train": "palimpsa_surgery.stages.pipeline",
+    "export": "palimpsa_surgery.surgery.export",
+    "demo": "palimpsa_surgery.stages.demo",
+}
+
+__all__ = ["__version__", "analyze", "demo", "export", "replace", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _VERBS:
+        return getattr(import_module(_VERBS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
