@@ -1,0 +1,93 @@
+"""The command line: one verb per module of this folder, each a thin call of the library function it names.
+
+A verb module holds one function named like the verb. Its docstring is the help text, which ends with two
+commands to copy, kept unwrapped by a line that holds only the escape \\b:
+
+    def export(...) -> None:
+        '''Write a folder that AutoModelForCausalLM loads anywhere.
+
+        \\b
+        Examples:
+          palimpsa-surgery export runs/demo --output exported
+          palimpsa-surgery export hybrid --output exported --push-to-hub me/hybrid
+        '''
+
+Torch, transformers and Rich are imported inside these functions, so that `--help` is instant.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from palimpsa_surgery._version import __version__
+from palimpsa_surgery.errors import UserError
+
+VERBS = ("analyze", "replace", "train", "export", "demo")
+
+app = typer.Typer(
+    name="palimpsa-surgery",
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: Rich costs a third of the time --help may take
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"palimpsa-surgery {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def palimpsa_surgery(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Give a pretrained Mamba2 language model a metaplastic memory.
+
+    \b
+    Examples:
+      palimpsa-surgery demo --output demo-output
+      palimpsa-surgery analyze tiny-mamba2 --data text.txt --output windows
+    """
+
+
+for _verb in VERBS:
+    if importlib.util.find_spec(f"palimpsa_surgery.cli.{_verb}"):
+        app.command(_verb)(getattr(importlib.import_module(f"palimpsa_surgery.cli.{_verb}"), _verb))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on `arguments` (default: sys.argv) and return the exit code.
+
+    0 for success, 2 with one line on stderr for a user's mistake, 130 for Ctrl-C. Anything else is a bug
+    and shows its traceback.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
+    os.environ.setdefault("DATASETS_VERBOSITY", "warning")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a warning at every fork
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = app(args=arguments or ["--help"], standalone_mode=False)
+    except (UserError, typer.TyperException) as error:
+        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        if message:
+            print("error:", " ".join(message.splitlines()), file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    if status == 130:  # what typer makes of KeyboardInterrupt
+        print("interrupted", file=sys.stderr)
+    return status or 0
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""Comparisons shared by all tests: `from helpers import assert_close`."""
+
+import torch
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over the root mean square of `expected`, in float64."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    scale = expected.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    return ((actual - expected).square().mean().sqrt() / scale).item()
+
+
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str = "tensor"
+) -> None:
+    """Fail unless both tensors are finite, of one shape, and within `tolerance` in relative RMS."""
+    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)} != {tuple(expected.shape)}"
+    for label, tensor in (("actual", actual), ("expected", expected)):
+        bad = (~torch.isfinite(tensor)).sum().item()
+        assert bad == 0, f"{name}: {bad} of {tensor.numel()} values of {label} are NaN or infinite"
+    error = relative_error(actual, expected)
+    assert error <= tolerance, f"{name}: relative error {error:.3g} > {tolerance:.3g}"
