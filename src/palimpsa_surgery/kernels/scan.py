@@ -1,0 +1,260 @@
+"""The scans and decode steps that the model calls: one place for validation, dispatch and fallbacks.
+
+| | CUDA | elsewhere |
+|---|---|---|
+| Palimpsa scan and step | PyTorch (`chunked.py`, here) | the same |
+| Mamba2 scan and step | `mamba_ssm`'s Triton kernels when they import, else PyTorch | PyTorch (`ssd.py`, here) |
+
+Letters as in `reference.py`: b batch, t time, h heads, p head_dim, g groups, n state_size.
+"""
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chunked import palimpsa_scan_chunked
+from .decay import document_numbers
+from .ssd import ssd_scan_chunked
+
+logger = logging.getLogger(__name__)
+
+
+class ScanOutput(NamedTuple):
+    """What a scan returns; `final_state` and `variance` are None unless asked for."""
+
+    y: Tensor
+    final_state: Tensor | None
+    variance: Tensor | None
+
+
+def palimpsa_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    beta: Tensor | None,
+    I_prior: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    return_variance: bool = False,
+) -> ScanOutput:
+    """Palimpsa over a sequence (paper Eq. 5 in natural parameters, A.5), differentiable in every float argument.
+
+        alpha   = exp(-A dt)
+        M[t]    = alpha M[t-1]    + (dt x)[t] ⊗ B[t]
+        Ibar[t] = alpha Ibar[t-1] + beta[t] ⊗ B[t]²
+        y[t]    = (M[t] / (I_prior + Ibar[t])) C[t]        var[t] = (1 / (I_prior + Ibar[t])) C[t]²
+
+    Args:
+        x: values `[b, t, h, p]`.
+        dt: step sizes `[b, t, h]`, ≥ 0, float32. A token with `dt = 0` and `beta = 0` changes nothing.
+        A: decay rates `[h]`, > 0, float32.
+        B: keys `[b, t, g, n]`, each shared by `h / g` heads.
+        C: queries `[b, t, g, n]`.
+        beta: precision of the observations `[b, t, h, p]`, ≥ 0; None means zero, which is exactly Mamba2.
+        I_prior: prior importance `[h]`, > 0, float32.
+        initial_state: `[b, h, 2, p, n]`, M and Ibar, which belong to the first document of a row; None for zero.
+        seq_idx: document numbers `[b, t]`; the state restarts from zero where the number changes.
+        cu_seqlens: `[documents + 1]`, increasing from 0 to t, the same information for b = 1.
+        return_final_state: also return the state after the last token.
+        return_variance: also return the predictive variance.
+
+    Returns:
+        y `[b, t, h, p]` in the type of `x`; the final state `[b, h, 2, p, n]` and the variance
+        `[b, t, h, p]` in float32.
+
+    Raises:
+        ValueError: an argument's shape, type or device does not fit the others.
+    """
+    _check_scan_arguments(x, dt, A, B, C, beta, I_prior)
+    _check_shape(
+        "initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x.device
+    )
+    seq_idx = _documents(seq_idx, cu_seqlens, x)
+    outputs = palimpsa_scan_chunked(
+        x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, return_final_state, return_variance
+    )
+    return ScanOutput(*outputs)
+
+
+def palimpsa_step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, beta: Tensor, I_prior: Tensor, state: Tensor
+) -> Tensor:
+    """One token of `palimpsa_scan` that updates `state` in place; not differentiable.
+
+    Args:
+        x: `[b, h, p]`; dt: `[b, h]`; A: `[h]`; B, C: `[b, g, n]`; beta: `[b, h, p]`; I_prior: `[h]`.
+        state: `[b, h, 2, p, n]`, float32, overwritten with the state after the token.
+
+    Returns:
+        y `[b, h, p]` in the type of `x`.
+    """
+    key, query = _to_heads(B, x), _to_heads(C, x)
+    M, Ibar = state.unbind(2)
+    alpha = torch.exp(-A * dt)[..., None, None]
+    M.mul_(alpha).addcmul_((dt[..., None] * x.float())[..., None], key)
+    Ibar.mul_(alpha).addcmul_(beta.float()[..., None], key.square())
+    mean = M / (I_prior[:, None, None] + Ibar)
+    return (mean @ query.transpose(-1, -2)).squeeze(-1).to(x.dtype)
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    return_final_state: bool = False,
+    chunk_size: int = 256,
+) -> tuple[Tensor, Tensor | None]:
+    """Mamba2's scan: `palimpsa_scan` with beta = 0 and I_prior = 1, and only M as its state `[b, h, p, n]`.
+
+    Args:
+        chunk_size: tokens a chunk of `mamba_ssm`'s kernel; the PyTorch path chooses its own.
+
+    Returns:
+        y `[b, t, h, p]` in the type of `x` and the final state `[b, h, p, n]` in float32, or None.
+
+    Raises:
+        ValueError: an argument's shape, type or device does not fit the others.
+    """
+    _check_scan_arguments(x, dt, A, B, C)
+    _check_shape("initial_state", initial_state, (x.shape[0], x.shape[2], x.shape[3], B.shape[3]), x.device)
+    seq_idx = _documents(seq_idx, None, x)
+    kernels = _mamba_ssm_kernels() if x.is_cuda else None
+    if kernels is None or x.dtype == torch.float64:
+        return ssd_scan_chunked(x, dt, A, B, C, initial_state, seq_idx, return_final_state)
+    out = kernels["scan"](
+        x,
+        dt,
+        -A,
+        B,
+        C,
+        chunk_size=chunk_size,
+        initial_states=initial_state,
+        seq_idx=None if seq_idx is None else document_numbers(seq_idx).to(torch.int32),
+        return_final_states=return_final_state,
+    )
+    return out if return_final_state else (out, None)
+
+
+def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> Tensor:
+    """One token of `ssd_scan` that updates `state` `[b, h, p, n]` in place; shapes as for `palimpsa_step`."""
+    kernels = _mamba_ssm_kernels() if x.is_cuda else None
+    if kernels is not None:
+        head_dim, state_size = state.shape[2:]
+        return kernels["step"](
+            state,
+            x,
+            dt[..., None].expand(-1, -1, head_dim),
+            -A[:, None, None].expand(-1, head_dim, state_size),
+            B,
+            C,
+            dt_softplus=False,
+        )
+    key, query = _to_heads(B, x), _to_heads(C, x)
+    state.mul_(torch.exp(-A * dt)[..., None, None]).addcmul_((dt[..., None] * x.float())[..., None], key)
+    return (state @ query.transpose(-1, -2)).squeeze(-1).to(x.dtype)
+
+
+def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, time: int) -> Tensor:
+    """Document numbers `[1, time]` from boundaries `[documents + 1]` that increase from 0 to `time`.
+
+    Raises:
+        ValueError: not a vector of integers; or, where they can be read without waiting for a GPU, boundaries
+            that do not increase from 0 to `time`.
+    """
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be a vector of at least two integers, got {_describe(cu_seqlens)}")
+    if cu_seqlens.device.type == "cpu":
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != time or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(f"cu_seqlens must increase from 0 to the sequence length {time}, got {ends}")
+    positions = torch.arange(time, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens.contiguous(), positions, right=True)[None]
+
+
+def _documents(seq_idx: Tensor | None, cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None:
+    if cu_seqlens is not None:
+        if seq_idx is not None:
+            raise ValueError("seq_idx and cu_seqlens say the same thing: give one of them")
+        if x.shape[0] != 1:
+            raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {tuple(x.shape)}")
+        return seq_idx_from_cu_seqlens(cu_seqlens, x.shape[1]).to(x.device)
+    _check_shape("seq_idx", seq_idx, x.shape[:2], x.device)
+    if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.is_complex()):
+        raise ValueError(f"seq_idx must hold integers, got {_describe(seq_idx)}")
+    return seq_idx
+
+
+def _check_scan_arguments(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    beta: Tensor | None = None,
+    I_prior: Tensor | None = None,
+) -> None:
+    if x.ndim != 4 or x.shape[1] == 0 or not x.is_floating_point():
+        raise ValueError(f"x must be a floating [batch, time ≥ 1, heads, head_dim], got {_describe(x)}")
+    batch, time, heads, _ = x.shape
+    if B.ndim != 4 or B.shape[:2] != x.shape[:2] or heads % max(B.shape[2], 1) != 0 or B.shape[2] == 0:
+        raise ValueError(
+            f"B must be [{batch}, {time}, groups dividing {heads} heads, state_size], got {_describe(B)}"
+        )
+    _check_shape("B", B, B.shape, x.device)
+    _check_shape("C", C, B.shape, x.device)
+    _check_shape("dt", dt, (batch, time, heads), x.device)
+    _check_shape("A", A, (heads,), x.device)
+    _check_shape("beta", beta, x.shape, x.device)
+    _check_shape("I_prior", I_prior, (heads,), x.device)
+    for name, value in (("dt", dt), ("A", A), ("I_prior", I_prior)):
+        if value is not None and value.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} must be float32, since decay loses its meaning in less, got {value.dtype}"
+            )
+
+
+def _check_shape(name: str, value: Tensor | None, shape: Any, device: torch.device) -> None:
+    if value is None:
+        return
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device} like x, got {value.device}")
+
+
+def _describe(value: Tensor) -> str:
+    return f"shape {tuple(value.shape)}, {value.dtype}"
+
+
+def _to_heads(v: Tensor, x: Tensor) -> Tensor:
+    """`[b, g, n]` to float32 `[b, h, 1, n]`."""
+    return v.float().repeat_interleave(x.shape[1] // v.shape[1], dim=1)[:, :, None]
+
+
+@functools.cache
+def _mamba_ssm_kernels() -> dict[str, Any] | None:
+    """`mamba_ssm`'s scan and step, or None with one warning when the package is absent or half installed."""
+    try:
+        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    except Exception as error:  # a source install without its compiled module fails in many ways
+        logger.warning(
+            "mamba_ssm's kernels cannot be used (%s: %s): Mamba2 layers fall back to PyTorch, which is right but slow",
+            type(error).__name__,
+            error,
+        )
+        return None
+    return {"scan": mamba_chunk_scan_combined, "step": selective_state_update}
