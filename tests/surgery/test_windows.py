@@ -90,7 +90,7 @@ def test_order_and_division_make_no_difference():
 
 
 def test_memory_does_not_grow_with_text():
-    dt, decay_rate = random_inputs(blocks=200, layers=1)
+    dt, decay_rate = random_inputs(blocks=200, layers=1)[0], torch.ones(1, 5)
     dt = dt.clamp(1e-6, 1e2)
     dt[0, :, :, 0], dt[0, :, :, 1] = 1e-6, 1e2  # the range, which memory may depend on, is seen at once
     statistics = filled(dt[:20], decay_rate)
