@@ -85,11 +85,12 @@ class LogHistogram:
 
     def merge(self, other: "LogHistogram") -> None:
         """Add the counts of `other`, a histogram with as many rows."""
-        bins = other.counts.shape[1]
-        if bins:
-            self._cover(other.first, other.first + bins - 1)
-            start = other.first - self.first
-            self.counts[:, start : start + bins] += other.counts
+        used = other.counts.sum(0).nonzero()[:, 0]
+        if len(used):
+            low, high = int(used[0]), int(used[-1]) + 1
+            self._cover(other.first + low, other.first + high - 1)
+            start = other.first + low - self.first
+            self.counts[:, start : start + high - low] += other.counts[:, low:high]
         self.infinite += other.infinite
 
     def pooled(self, rows_per_pool: int) -> "LogHistogram":
