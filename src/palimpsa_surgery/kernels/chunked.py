@@ -41,16 +41,12 @@ class _Subchunk:
         shape = (batch, stop - start, groups, heads // groups)
         dtype = A.dtype
         self.dt = dt[:, start:stop].to(dtype).view(shape).permute(0, 2, 3, 1)  # [b, g, k, t]
-        self.x = (
-            x[:, start:stop].to(dtype).reshape(*shape, head_dim).permute(0, 2, 3, 1, 4)
-        )  # [b, g, k, t, p]
+        self.x = x[:, start:stop].to(dtype).reshape(*shape, head_dim).permute(0, 2, 3, 1, 4)  # [b, g, k, t, p]
         self.value = self.dt[..., None] * self.x
         self.beta = beta[:, start:stop].to(dtype).reshape(*shape, head_dim).permute(0, 2, 3, 1, 4)
         self.key = B[:, start:stop].to(dtype).transpose(1, 2)  # [b, g, t, n]
         self.key_squared = self.key.square()
-        self.query = (
-            C[:, start:stop].to(dtype).permute(0, 2, 1, 3)[:, :, None, :, None, :]
-        )  # [b, g, 1, t, 1, n]
+        self.query = C[:, start:stop].to(dtype).permute(0, 2, 1, 3)[:, :, None, :, None, :]  # [b, g, 1, t, 1, n]
         self.rate = A.view(1, groups, -1, 1)
         log_alpha = -self.rate * self.dt
         if documents is None:
@@ -65,9 +61,7 @@ class _Subchunk:
 
     def mixing(self, written: Tensor) -> Tensor:
         """`decay(t, s) written[s, p]` as `[b, g, (k t p), s]`, the left factor of the states' product."""
-        factor = (
-            self.decay[..., :, None, :] * written.transpose(-1, -2)[..., None, :, :]
-        )  # [b, g, k, t, p, s]
+        factor = self.decay[..., :, None, :] * written.transpose(-1, -2)[..., None, :, :]  # [b, g, k, t, p, s]
         return factor.flatten(2, 4)
 
     def state_at_each_token(self, mixing: Tensor, key: Tensor, start: Tensor) -> Tensor:
@@ -128,9 +122,7 @@ def _chunked_scan(
                 segment_starts.append(torch.stack((M, Ibar)))
             chunk = _Subchunk((x, dt, A, B, C, beta), documents, start, stop)
             mean = chunk.state_at_each_token(chunk.mixing(chunk.value), chunk.key, M)
-            importance = chunk.state_at_each_token(chunk.mixing(chunk.beta), chunk.key_squared, Ibar).add_(
-                prior
-            )
+            importance = chunk.state_at_each_token(chunk.mixing(chunk.beta), chunk.key_squared, Ibar).add_(prior)
             mean.div_(importance)
             y[:, start:stop] = _ungroup((mean @ chunk.query.transpose(-1, -2)).squeeze(-1))
             if with_variance:
@@ -193,9 +185,7 @@ def _chunked_scan_backward(
                 (begin, end), chunk = chunks.pop()
                 M, Ibar = states.pop()
                 grouped = (x.shape[0], end - begin, groups, heads // groups, x.shape[3])
-                dy_here = (
-                    dy[:, begin:end].to(dtype).reshape(grouped).permute(0, 2, 3, 1, 4)
-                )  # [b, g, k, t, p]
+                dy_here = dy[:, begin:end].to(dtype).reshape(grouped).permute(0, 2, 3, 1, 4)  # [b, g, k, t, p]
 
                 mixing_M, mixing_I = chunk.mixing(chunk.value), chunk.mixing(chunk.beta)
                 mean = chunk.state_at_each_token(mixing_M, chunk.key, M)
@@ -215,9 +205,7 @@ def _chunked_scan_backward(
                 dC[:, begin:end] = dC_here.sum(2).transpose(1, 2)
                 dprior += Z_I.sum((0, 3, 4, 5))
 
-                dvalue, dkey, E_M, spans, from_start = _adjoint(
-                    chunk, mixing_M, chunk.value, chunk.key, M, Z, E_M
-                )
+                dvalue, dkey, E_M, spans, from_start = _adjoint(chunk, mixing_M, chunk.value, chunk.key, M, Z, E_M)
                 dbeta_here, dsquare, E_I, spans_I, from_start_I = _adjoint(
                     chunk, mixing_I, chunk.beta, chunk.key_squared, Ibar, Z_I, E_I
                 )

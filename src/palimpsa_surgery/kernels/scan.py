@@ -9,6 +9,7 @@ Letters as in `reference.py`: b batch, t time, h heads, p head_dim, g groups, n 
 """
 
 import functools
+import itertools
 import logging
 from typing import Any, NamedTuple
 
@@ -74,9 +75,7 @@ def palimpsa_scan(
         ValueError: an argument's shape, type or device does not fit the others.
     """
     _check_scan_arguments(x, dt, A, B, C, beta, I_prior)
-    _check_shape(
-        "initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x.device
-    )
+    _check_shape("initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x.device)
     seq_idx = _documents(seq_idx, cu_seqlens, x)
     outputs = palimpsa_scan_chunked(
         x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, return_final_state, return_variance
@@ -178,7 +177,7 @@ def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, time: int) -> Tensor:
         raise ValueError(f"cu_seqlens must be a vector of at least two integers, got {_describe(cu_seqlens)}")
     if cu_seqlens.device.type == "cpu":
         ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != time or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+        if ends[0] != 0 or ends[-1] != time or any(a > b for a, b in itertools.pairwise(ends)):
             raise ValueError(f"cu_seqlens must increase from 0 to the sequence length {time}, got {ends}")
     positions = torch.arange(time, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.contiguous(), positions, right=True)[None]
@@ -210,9 +209,7 @@ def _check_scan_arguments(
         raise ValueError(f"x must be a floating [batch, time ≥ 1, heads, head_dim], got {_describe(x)}")
     batch, time, heads, _ = x.shape
     if B.ndim != 4 or B.shape[:2] != x.shape[:2] or heads % max(B.shape[2], 1) != 0 or B.shape[2] == 0:
-        raise ValueError(
-            f"B must be [{batch}, {time}, groups dividing {heads} heads, state_size], got {_describe(B)}"
-        )
+        raise ValueError(f"B must be [{batch}, {time}, groups dividing {heads} heads, state_size], got {_describe(B)}")
     _check_shape("B", B, B.shape, x.device)
     _check_shape("C", C, B.shape, x.device)
     _check_shape("dt", dt, (batch, time, heads), x.device)
@@ -221,9 +218,7 @@ def _check_scan_arguments(
     _check_shape("I_prior", I_prior, (heads,), x.device)
     for name, value in (("dt", dt), ("A", A), ("I_prior", I_prior)):
         if value is not None and value.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{name} must be float32, since decay loses its meaning in less, got {value.dtype}"
-            )
+            raise ValueError(f"{name} must be float32, since decay loses its meaning in less, got {value.dtype}")
 
 
 def _check_shape(name: str, value: Tensor | None, shape: Any, device: torch.device) -> None:
