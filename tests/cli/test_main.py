@@ -1,0 +1,116 @@
+"""The command line as a whole: help, speed, versions, errors."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from palimpsa_surgery import __version__
+from palimpsa_surgery.cli.main import VERBS, app
+from palimpsa_surgery.errors import UserError
+
+COMMAND = [sys.executable, "-c", "from palimpsa_surgery.cli.main import run; run()"]
+HELPS = [[], *([verb] for verb in VERBS)]
+
+
+def options() -> dict[str, list[str]]:
+    """Arguments (upper case) and options of every verb."""
+    command = typer.main.get_command(app)
+    return {
+        verb: sorted(option.upper() if option.isidentifier() else option for p in sub.params for option in p.opts)
+        for verb, sub in command.commands.items()
+    }
+
+
+@pytest.mark.parametrize("verb", HELPS, ids=lambda verb: verb[0] if verb else "palimpsa-surgery")
+def test_help_is_complete_and_fits_80_columns(cli, verb):
+    outcome = cli(*verb, "--help")
+    assert outcome.code == 0
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    examples = outcome.stdout.split("Examples:\n")[1].split("\n\n")[0].splitlines()
+    assert len(examples) == 2, "help shows two commands to copy"
+    for example in examples:
+        words = example.split()
+        assert words[0] == "palimpsa-surgery"
+        assert words[1] == (verb[0] if verb else words[1])
+        unknown = {word for word in words if word.startswith("--")} - set(options()[words[1]])
+        assert not unknown, f"{example}: no such option"
+
+
+@pytest.mark.parametrize("verb", HELPS, ids=lambda verb: verb[0] if verb else "palimpsa-surgery")
+def test_help_answers_in_half_a_second(verb):
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([*COMMAND, *verb, "--help"], check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - start
+
+    # The best of several runs, since the machine may be busy with other tests.
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from palimpsa_surgery.cli.main import main\n"
+        f"for verb in {HELPS!r}: assert main([*verb, '--help']) == 0\n"
+        "print(sorted({'torch', 'transformers', 'rich', 'numpy', 'datasets'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_no_arguments_show_the_help(cli):
+    assert cli() == cli("--help")
+
+
+def test_version(cli):
+    assert cli("--version").stdout == f"palimpsa-surgery {__version__}\n"
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(cli, monkeypatch):
+    def fail(**_: object) -> None:
+        raise UserError("the file is\nnot what it should be")
+
+    monkeypatch.setattr("palimpsa_surgery.surgery.export.export", fail)
+    assert cli("export", "a", "--output", "b").error == "the file is not what it should be"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'."),
+        (["export"], "Missing argument 'SOURCE'."),
+        (["export", "folder", "--nonsense"], "No such option: --nonsense"),
+    ],
+    ids=["verb", "argument", "option"],
+)
+def test_a_usage_error_is_one_line_and_exit_code_2(cli, arguments, message):
+    assert message in cli(*arguments).error
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(cli, monkeypatch):
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("palimpsa_surgery.surgery.export.export", interrupt)
+    outcome = cli("export", "a", "--output", "b")
+    assert (outcome.code, outcome.stderr) == (130, "interrupted\n")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, cli):
+    def fail(**_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("palimpsa_surgery.surgery.export.export", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli("export", "a", "--output", "b")
+
+
+def test_the_module_runs_like_the_console_script():
+    environment = os.environ | {"COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, "-m", "palimpsa_surgery", "--version"], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, f"palimpsa-surgery {__version__}\n")
