@@ -1,0 +1,286 @@
+"""A run: a checkpoint, a recipe, and a folder that says how far they have got.
+
+    run/
+      recipe.yaml          the recipe with all defaults, which a resumed run must match
+      run.json             what the run started from, and each stage's state and results
+      01-pretrain/
+        log.jsonl          loss, learning rate and speed of every step
+        final/             the finished stage as a checkpoint folder
+        data/, checkpoint-N/   while the stage is not finished
+
+Each stage starts from what the one before it wrote, so a resumed run and one that was never interrupted do the
+same work on the same bits.
+"""
+
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from palimpsa_surgery._version import __version__
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.stages.plan import Plan, make_plan
+from palimpsa_surgery.stages.recipe import Recipe, differences, load_recipe
+from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.progress import progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedTokenizerBase
+
+RECIPE_FILE, RUN_FILE = "recipe.yaml", "run.json"
+SURGERY_FILES = ("surgery.json", "analysis.json", "windows.png")
+"""What `replace` put beside the weights, carried along to every stage's checkpoint."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `train` did. `print` it through Rich."""
+
+    plan: Plan
+    record: dict[str, Any]
+    """The content of `run.json`; empty after a dry run."""
+    did: tuple[str, ...]
+    """Names of the stages that this call finished."""
+
+    @property
+    def final(self) -> Path | None:
+        """Folder of the last stage's checkpoint, once all stages are done."""
+        return self.plan.output / self.record["final"] if self.record.get("final") else None
+
+    @property
+    def already_finished(self) -> bool:
+        """Whether there was nothing left to do."""
+        return self.final is not None and not self.did
+
+    def __rich__(self) -> "Table":
+        """Draw the held-out results of all finished stages in 80 columns."""
+        from rich.table import Table
+
+        table = Table("stage", title="Held-out loss (nats per token) and perplexity", title_justify="left")
+        for column in ("steps", "loss before", "after", "perplexity before", "after", "seconds"):
+            table.add_column(column, justify="right")
+        for stage in self.record.get("stages", ()):
+            if stage["status"] == "done":
+                before, after = stage["before"], stage["after"]
+                table.add_row(
+                    stage["name"],
+                    f"{stage['steps']:,}",
+                    f"{before['loss']:.4f}",
+                    f"{after['loss']:.4f}",
+                    f"{before['perplexity']:.2f}",
+                    f"{after['perplexity']:.2f}",
+                    f"{stage['seconds']:.0f}",
+                )
+        return table
+
+
+def train(
+    checkpoint: str | os.PathLike,
+    recipe: str | Path | Recipe,
+    output: str | os.PathLike,
+    *,
+    stage: str | None = None,
+    max_steps: int | None = None,
+    seed: int | None = None,
+    dry_run: bool = False,
+) -> Run:
+    """Train a checkpoint through a recipe's stages; called again, go on where it stopped.
+
+    Every stage trains all weights in float32 (autocast to bfloat16 on CUDA) with AdamW, and scores the same
+    held-out sequences before and after. On the CPU a resumed run ends with the same bits as one that was never
+    interrupted.
+
+    Args:
+        checkpoint: a folder or Hub id: what `replace` wrote, or any Mamba2 that the package reads.
+        recipe: the name of a shipped recipe, a YAML file, or a Recipe.
+        output: the run's folder: new, empty, or that of the same run.
+        stage: run only the stage of this name; the one before it must be done.
+        max_steps: run at most this many steps of each stage; learning rates follow the shortened stage.
+        seed: use this seed instead of the recipe's.
+        dry_run: only work out the plan; load no weights and write nothing.
+
+    Raises:
+        UserError: the recipe or its data are wrong, the checkpoint does not suit it, `output` holds something
+            else or a run that differs from this one, or the loss stops being finite.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"train runs as a single process, but was started as one of {os.environ['WORLD_SIZE']}")
+    if max_steps is not None and max_steps < 1:
+        raise UserError(f"--max-steps must be at least 1, got {max_steps}")
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if seed is not None:
+        recipe = _with_seed(recipe, seed)
+    names = [entry.name for entry in recipe.stages]
+    if stage is not None and stage not in names:
+        raise UserError(f"recipe {recipe.name} has no stage {stage!r}; its stages are {', '.join(names)}")
+    output = Path(output)
+    record = _read_run(output)
+    if record is None:
+        check_output_directory(output)
+    else:
+        _check_same_recipe(output, record, recipe, max_steps)
+
+    from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
+
+    source = open_source(checkpoint)
+    statuses = [entry["status"] for entry in record["stages"]] if record else None
+    plan = make_plan(source, recipe, output, max_steps=max_steps, statuses=statuses)
+    wanted = [index for index, name in enumerate(names) if stage in (None, name)]
+    if wanted[0] > 0 and (statuses or ["pending"] * len(names))[wanted[0] - 1] != "done":
+        raise UserError(f"stage {names[wanted[0]]} needs stage {names[wanted[0] - 1]}, which is not done")
+    if dry_run:
+        return Run(plan, {}, ())
+
+    tokenizer = load_tokenizer(source)
+    if record is None:
+        record = _start(plan, max_steps, tokenizer, fingerprint(load_model(source)))
+    elif (found := fingerprint(load_model(source))) != record["base_fingerprint"]:
+        raise UserError(
+            f"run {output} was started from other weights: fingerprint {record['base_fingerprint']}, "
+            f"checkpoint {source.name} has {found}"
+        )
+    did = []
+    for index in wanted:
+        if record["stages"][index]["status"] != "done":
+            run_stage(plan, record, index, tokenizer)
+            did.append(names[index])
+    return Run(plan, record, tuple(did))
+
+
+def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Train one stage from its last checkpoint or its start, and write its final checkpoint."""
+    from palimpsa_surgery.stages.data import Sequences, TrainingOrder
+    from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, last_checkpoint, quiet_transformers
+    from palimpsa_surgery.surgery.checkpoints import load_model, save_checkpoint
+
+    part, entry = plan.stages[index], record["stages"][index]
+    stage, folder = part.stage, plan.output / part.folder
+    start = plan.output / record["stages"][index - 1]["final"] if index else plan.source
+    _discard(folder.glob(".*.partial"))  # what a killed process left of a folder it was writing
+
+    began = time.perf_counter()
+    model = load_model(start)
+    sequences = Sequences(folder / "data", stage)
+    order = TrainingOrder(sequences, count=part.steps * stage.batch_sequences, seed=plan.recipe.seed, stage_index=index)
+    scoring = {"max_tokens": plan.recipe.evaluation.tokens, "batch_size": stage.micro_batch_sequences}
+    with quiet_transformers(), progress_bar(f"stage {stage.name}", part.steps) as advance:
+        trainer = StageTrainer(
+            model,
+            stage,
+            order,
+            folder,
+            steps=part.steps,
+            seed=plan.recipe.seed,
+            checkpoint_steps=plan.recipe.checkpoint_steps,
+            advance=advance,
+        )
+        if entry["status"] == "pending":
+            entry |= {"status": "running", "before": evaluate(model, sequences, **scoring)}
+            _write_run(plan.output, record)
+        trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+        after = evaluate(model, sequences, **scoring)
+
+    model.config.use_cache = True  # the Trainer turns it off
+    with fresh_directory(folder / "final", overwrite=True) as work:
+        save_checkpoint(model, work, tokenizer=tokenizer)
+        for name in SURGERY_FILES:
+            if (plan.source.path / name).is_file():
+                shutil.copyfile(plan.source.path / name, work / name)
+    entry |= {"status": "done", "after": after, "seconds": round(time.perf_counter() - began, 1)}
+    entry["final"] = f"{part.folder}/final"
+    record["final"] = record["stages"][-1]["final"]
+    _write_run(plan.output, record)
+    _discard([folder / "data", *folder.glob("checkpoint-*")])
+
+
+def _start(plan: Plan, max_steps: int | None, tokenizer: "PreTrainedTokenizerBase", base_fingerprint: str) -> dict:
+    """Make the run's folder, with every stage's data in it; it appears whole or not at all."""
+    import torch
+    import transformers
+
+    from palimpsa_surgery.stages.data import prepare
+
+    stages = []
+    with fresh_directory(plan.output) as work, progress_bar("tokenising", len(plan.stages)) as advance:
+        for part in plan.stages:
+            stages.append(
+                {
+                    "name": part.stage.name,
+                    "status": "pending",
+                    "folder": part.folder,
+                    "steps": part.steps,
+                    "tokens": part.tokens,
+                    "data": prepare(part.stage, tokenizer, work / part.folder / "data"),
+                    "final": None,
+                }
+            )
+            advance(1)
+        record = {
+            "version": 1,
+            "recipe": plan.recipe.name,
+            "base": plan.source.name,
+            "base_fingerprint": base_fingerprint,
+            "seed": plan.recipe.seed,
+            "max_steps": max_steps,
+            "stages": stages,
+            "final": None,
+            "versions": {
+                "palimpsa_surgery": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+        (work / RECIPE_FILE).write_text(plan.recipe.to_yaml(), encoding="utf-8")
+        _write_run(work, record)
+    return record
+
+
+def _read_run(output: Path) -> dict | None:
+    """Return what `run.json` says; None if `output` holds no run."""
+    path = output / RUN_FILE
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        version = record["version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is not the record of a run: {error!r}") from None
+    if version != 1:
+        raise UserError(f"{path} is of version {version}; this release reads version 1")
+    return record
+
+
+def _write_run(output: Path, record: dict) -> None:
+    """Replace `run.json` in one move, so that a kill leaves the old one or the new one."""
+    draft = output / f".{RUN_FILE}.partial"
+    draft.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, output / RUN_FILE)
+
+
+def _check_same_recipe(output: Path, record: dict, recipe: Recipe, max_steps: int | None) -> None:
+    """Refuse to go on with a run under other conditions than it was started under."""
+    old = yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
+    changes = list(differences(old, yaml.safe_load(recipe.to_yaml())))
+    changes += differences(record["max_steps"], max_steps, "--max-steps")
+    if changes:
+        raise UserError(f"run {output} was started differently: {'; '.join(changes)} (choose another --output)")
+
+
+def _with_seed(recipe: Recipe, seed: int) -> Recipe:
+    if not 0 <= seed < 2**32:
+        raise UserError(f"--seed must lie within 0 and 4294967295, got {seed}")
+    return recipe.model_copy(update={"seed": seed})
+
+
+def _discard(paths: Iterable[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)

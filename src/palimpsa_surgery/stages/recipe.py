@@ -1,0 +1,360 @@
+"""Recipes: one YAML file that says everything about a training run (DESIGN section 8).
+
+A recipe is data. Stages differ in their text and their numbers only; nothing in the code asks which stage it
+is looking at. The schema is strict and holds only what works: an unknown key, a wrong unit or an impossible
+combination is an error that names the field, raised before anything is loaded.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import ErrorDetails
+
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.surgery.assets import asset_path
+
+TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".parquet")
+ASSET_PREFIX = "asset:"
+
+
+class _Strict(BaseModel):
+    """Frozen; no unknown keys, no silent conversions ("10B" is not a number), no infinities."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _resolve_file(name: str, info: ValidationInfo) -> str:
+    """Make a path absolute (relative ones count from the recipe's folder) and see that the file exists."""
+    if name.startswith(ASSET_PREFIX):
+        asset_path(name.removeprefix(ASSET_PREFIX))
+        return name
+    folder = (info.context or {}).get("folder", Path())
+    path = Path(folder, Path(name).expanduser()).absolute()
+    if not path.is_file():
+        raise UserError(f"no such file: {path}")
+    if path.stat().st_size == 0:
+        raise UserError(f"file is empty: {path}")
+    return str(path)
+
+
+def _with_suffix(*suffixes: str) -> AfterValidator:
+    def check(name: str) -> str:
+        if not name.endswith(suffixes):
+            raise UserError(f"must end in {', '.join(suffixes)}, got {name!r}")
+        return name
+
+    return AfterValidator(check)
+
+
+DataFile = Annotated[str, AfterValidator(_resolve_file)]
+TextFiles = Annotated[tuple[Annotated[DataFile, _with_suffix(*TEXT_SUFFIXES)], ...], Field(min_length=1)]
+RowFiles = Annotated[tuple[Annotated[DataFile, _with_suffix(*ROW_SUFFIXES)], ...], Field(min_length=1)]
+HeldOut = Annotated[float, Field(gt=0, le=0.5)]
+
+
+def local_path(file: str) -> Path:
+    """Where a recipe's `files` entry lies on this machine."""
+    return asset_path(file.removeprefix(ASSET_PREFIX)) if file.startswith(ASSET_PREFIX) else Path(file)
+
+
+class TextData(_Strict):
+    """Plain text: documents are joined, each followed by the end-of-text token, and cut into sequences."""
+
+    kind: Literal["text"]
+    files: TextFiles
+    """Local `.txt`, `.jsonl` or `.parquet` files, or `asset:NAME` for one that ships with the package."""
+    column: str = "text"
+    """The column that holds the text (`.jsonl` and `.parquet`)."""
+    max_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Use this many tokens from the start of the files; null: all of them."""
+    held_out: HeldOut = 0.02
+    """Fraction of the sequences kept from training and used for evaluation."""
+
+
+class InstructionData(_Strict):
+    """Prompts and answers: whole examples are packed into sequences, and only answers are learnt."""
+
+    kind: Literal["instruction"]
+    files: RowFiles
+    """Local `.jsonl` or `.parquet` files, or `asset:NAME`."""
+    prompt_column: str = "instruction"
+    answer_column: str = "output"
+    template: str = "{prompt}\n\n{answer}"
+    """What the model reads: `{prompt}` once, then text of your own, then `{answer}`, which ends it."""
+    held_out: HeldOut = 0.02
+    """Fraction of the sequences kept from training and used for evaluation."""
+
+    @field_validator("template")
+    @classmethod
+    def _check_template(cls, template: str) -> str:
+        if not re.fullmatch(r"((?!\{answer\}).)*\{prompt\}((?!\{prompt\}|\{answer\}).)*\{answer\}", template, re.S):
+            raise UserError("must hold {prompt} once and end in its only {answer}")
+        return template
+
+
+class Packing(_Strict):
+    """How documents share a sequence."""
+
+    reset_at_documents: bool = True
+    """Start every document from an empty memory (`seq_idx`), as if it had the sequence to itself."""
+
+
+class Schedule(_Strict):
+    """Learning rate over a stage: a linear warm-up, then one of these."""
+
+    kind: Literal["constant", "cosine"]
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Where a cosine ends, as a fraction of the peak."""
+
+
+class Stage(_Strict):
+    """One training stage. Sizes are in tokens, lengths of time in optimizer steps."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=40)]
+    """Lower-case letters, digits and dashes: it names a folder."""
+    data: Annotated[TextData | InstructionData, Field(discriminator="kind")]
+    packing: Packing = Packing()
+    sequence_length: Annotated[int, Field(ge=2)]
+    """Tokens per sequence."""
+    batch_tokens: Annotated[int, Field(gt=0)]
+    """Tokens per optimizer step; a multiple of `sequence_length`."""
+    micro_batch_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Tokens per forward and backward pass, which is what memory depends on; null: all of `batch_tokens`."""
+    tokens: Annotated[int, Field(gt=0)]
+    """Tokens to train on; a multiple of `batch_tokens`. Data that are fewer are shuffled and used again."""
+    learning_rate: Annotated[float, Field(gt=0, le=1)]
+    """Peak learning rate of the parameters that came from Mamba2."""
+    importance_learning_rate: Annotated[float, Field(gt=0, le=1)]
+    """Peak learning rate of the importance parameters. A calibrated surgery starts them small, so they need
+    more than the others."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rates rise from zero to their peak."""
+    schedule: Schedule = Schedule(kind="cosine")
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.1
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Adam's averaging weights of the gradient and of its square."""
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of the gradient; longer ones are scaled down to it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+    @field_validator("batch_tokens", "micro_batch_tokens")
+    @classmethod
+    def _check_batch(cls, value: int | None, info: ValidationInfo) -> int | None:
+        length, batch = info.data.get("sequence_length"), info.data.get("batch_tokens")
+        if value is not None and length and value % length:
+            raise UserError(f"{value} is not a multiple of sequence_length {length}")
+        if value is not None and batch and batch % value:
+            raise UserError(f"{value} does not divide batch_tokens {batch}")
+        return value
+
+    @field_validator("tokens")
+    @classmethod
+    def _check_tokens(cls, tokens: int, info: ValidationInfo) -> int:
+        batch = info.data.get("batch_tokens")
+        if batch and tokens % batch:
+            raise UserError(f"{tokens} is not a multiple of batch_tokens {batch}")
+        return tokens
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _check_warmup(cls, warmup: int, info: ValidationInfo) -> int:
+        tokens, batch = info.data.get("tokens"), info.data.get("batch_tokens")
+        if tokens and batch and warmup >= tokens // batch:
+            raise UserError(f"{warmup} must be fewer than the stage's {tokens // batch} steps")
+        return warmup
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole stage."""
+        return self.tokens // self.batch_tokens
+
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences per optimizer step."""
+        return self.batch_tokens // self.sequence_length
+
+    @property
+    def micro_batch_sequences(self) -> int:
+        """Sequences per forward pass."""
+        return (self.micro_batch_tokens or self.batch_tokens) // self.sequence_length
+
+
+class ExpectedModel(_Strict):
+    """The checkpoint the recipe was written for. `train` checks it; `replace` does the surgery."""
+
+    base: str | None = None
+    """Name of the Mamba2 the surgery started from, compared by its last part; null: any."""
+    palimpsa_layers: Annotated[int, Field(ge=0)] | None = None
+    """Number of replaced layers; null: any."""
+    init: Literal["calibrated", "paper"] | None = None
+    """How the importance parameters were initialised; null: any."""
+
+
+class Evaluation(_Strict):
+    """What is scored before and after every stage."""
+
+    tokens: Annotated[int, Field(gt=0)] = 65536
+    """Held-out tokens to score, in whole sequences; at most what the stage's data hold out."""
+
+
+class Recipe(_Strict):
+    """A training run: what it starts from and its stages, in order."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    model: ExpectedModel = ExpectedModel()
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seeds the order of the data and everything else that is random."""
+    checkpoint_steps: Annotated[int, Field(gt=0)] = 500
+    """Optimizer steps between the checkpoints that an interrupted run goes on from."""
+    evaluation: Evaluation = Evaluation()
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+
+    @field_validator("stages")
+    @classmethod
+    def _check_names(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        names = [stage.name for stage in stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"two stages are named {name!r}")
+        return stages
+
+    def to_yaml(self) -> str:
+        """Return the recipe as YAML with every default written out and every path absolute."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Names and files of the recipes that ship with the package."""
+    folder = Path(str(files("palimpsa_surgery") / "stages" / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_recipe(recipe: str | Path) -> Recipe:
+    """Read and check a recipe: the name of a shipped one, or a YAML file.
+
+    Raises:
+        UserError: no such recipe, or one line that names every wrong field and what it held.
+    """
+    shipped = shipped_recipes()
+    path = shipped.get(str(recipe), Path(recipe))
+    if not path.is_file():
+        raise UserError(f"recipe {str(recipe)!r} is neither a file nor one of: {', '.join(shipped)}")
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        # Through JSON, because strict validation takes a JSON array, but not a Python list, for a tuple.
+        document = json.dumps(content)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"recipe {path} holds a value that is no text, number or list: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"recipe {path} must be a mapping with the keys {', '.join(Recipe.model_fields)}")
+    try:
+        return Recipe.model_validate_json(document, context={"folder": path.absolute().parent})
+    except ValidationError as error:
+        found = error.errors()
+        # A list whose items are wrong is also reported as too short: keep the cause, not the consequence.
+        causes = [e for e in found if not any(f["loc"][: len(e["loc"])] == e["loc"] for f in found if f is not e)]
+        raise UserError(f"recipe {path.name}: {'; '.join(map(_describe, causes))}") from None
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """Yield one phrase for each value that differs between two plain trees of dicts, lists and values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*old, *new)):
+            inner = f"{path}.{key}" if path else str(key)
+            if key not in old or key not in new:
+                yield f"{inner} is {'new' if key not in old else 'gone'}"
+            else:
+                yield from differences(old[key], new[key], inner)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from differences(before, after, f"{path}[{index}]")
+    elif old != new:
+        yield f"{path} was {_shorten(old)}, is {_shorten(new)}"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _describe(error: ErrorDetails) -> str:
+    """Say what is wrong with one field, as `stages[1].tokens: …`."""
+    fields: type[BaseModel] | None = Recipe
+    path = ""
+    for part in error["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not (path.endswith("data") and part in _DATA_KINDS):  # pydantic's mark of the union's member
+            path += f".{part}" if path else str(part)
+        fields = _NESTED.get(part, fields) if isinstance(part, str) else fields
+    value = _shorten(error["input"])
+    match error["type"]:
+        case "extra_forbidden":
+            known = list(fields.model_fields)
+            close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            return f"{path}: unknown key ({hint})"
+        case "missing":
+            return f"{path}: required"
+        case "union_tag_not_found" | "union_tag_invalid":
+            return f"{path}.kind: must be one of {', '.join(_DATA_KINDS)}"
+        case "value_error":
+            return f"{path}: {error['ctx']['error']}"
+        case "int_type" | "int_from_float" | "int_parsing":
+            return f"{path}: must be a whole number such as 1_000_000, got {value}"
+        case "float_type":
+            return f"{path}: must be a number, got {value}"
+        case "too_short":
+            return f"{path}: must not be empty"
+    message = error["msg"].removeprefix("Input ").replace("should ", "must ")
+    return f"{path}: {message[0].lower()}{message[1:]}, got {value}"
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_DATA_KINDS = {"text": TextData, "instruction": InstructionData}
+_NESTED: dict[str, type[BaseModel]] = _DATA_KINDS | {
+    "stages": Stage,
+    "packing": Packing,
+    "schedule": Schedule,
+    "model": ExpectedModel,
+    "evaluation": Evaluation,
+}

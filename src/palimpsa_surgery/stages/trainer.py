@@ -1,0 +1,188 @@
+"""One stage's training, through transformers' Trainer."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.stages.data import IGNORED, Sequences, TrainingOrder, collate
+from palimpsa_surgery.stages.optimisation import build_optimizer
+from palimpsa_surgery.stages.recipe import Stage
+
+
+class StageTrainer(Trainer):
+    """The Trainer with a stage's parameter groups, data order and log, that stops at the first NaN.
+
+    Weights, gradients and the optimizer are float32; on CUDA the forward pass is autocast to bfloat16, whose
+    range is float32's (float16 overflows in long recurrences).
+
+    Args:
+        model: float32; it is moved to the GPU if there is one.
+        order: what to train on, one position after the other.
+        folder: where `checkpoint-*` and `log.jsonl` go.
+        steps: optimizer steps to run; the learning rate's schedule spans them.
+        advance: called with 1 after each step.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stage: Stage,
+        order: TrainingOrder,
+        folder: Path,
+        *,
+        steps: int,
+        seed: int,
+        checkpoint_steps: int,
+        advance: Callable[[int], None],
+    ) -> None:
+        self.stage = stage
+        on_cuda = torch.cuda.is_available()
+        cosine = stage.schedule.kind == "cosine"
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            use_cpu=not on_cuda,
+            bf16=on_cuda,
+            seed=seed,
+            max_steps=steps,
+            per_device_train_batch_size=stage.micro_batch_sequences,
+            gradient_accumulation_steps=stage.batch_sequences // stage.micro_batch_sequences,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            activation_checkpointing=stage.gradient_checkpointing,
+            learning_rate=stage.learning_rate,
+            warmup_steps=stage.warmup_steps,
+            lr_scheduler_type="cosine_with_min_lr" if cosine else "constant_with_warmup",
+            lr_scheduler_kwargs={"min_lr_rate": stage.schedule.min_ratio} if cosine else {},
+            max_grad_norm=stage.clip,
+            save_steps=checkpoint_steps,
+            save_total_limit=1,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            disable_tqdm=True,
+            log_level="error",
+            report_to=[],
+        )
+        # One process drives one device: without this the Trainer would spread it over all it sees.
+        arguments._n_gpu = min(arguments.n_gpu, 1)
+        log = _Log(folder / "log.jsonl", stage.batch_tokens, advance)
+        super().__init__(model, arguments, collate, order, callbacks=[log])
+        self.remove_callback(PrinterCallback)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return AdamW over the groups of `stages.optimisation`, made on the first call."""
+        if self.optimizer is None:
+            self.optimizer = build_optimizer(self.model if model is None else model, self.stage)
+        return self.optimizer
+
+    def training_step(self, model: torch.nn.Module, inputs: dict, num_items_in_batch: object = None) -> torch.Tensor:
+        """Run one forward and backward pass, and refuse a loss that is not finite."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._check_finite("loss", loss.item())
+        return loss
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
+        norm = super()._clip_grad_norm(model)
+        self._check_finite("gradient norm", float(norm))
+        return norm
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise UserError(
+                f"stage {self.stage.name}: the {what} is {value} at step {self.state.global_step + 1}; lower the "
+                "learning rates, or lengthen the warm-up"
+            )
+
+
+class _Log(TrainerCallback):
+    """Writes one line of `log.jsonl` per step, and moves the progress bar."""
+
+    def __init__(self, path: Path, batch_tokens: int, advance: Callable[[int], None]) -> None:
+        self.path, self.batch_tokens, self.advance = path, batch_tokens, advance
+        self.since = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Drop lines later than the checkpoint that training goes on from: those steps will run again."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
+        self.path.write_text("".join(kept))
+        self.advance(state.global_step)
+        self.since = time.perf_counter()
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        """Write the step's numbers; the Trainer's closing summary has no loss and is left out."""
+        if not logs or "loss" not in logs:
+            return
+        now = time.perf_counter()
+        line = {
+            "step": state.global_step,
+            "tokens": state.global_step * self.batch_tokens,
+            **{key: logs[key] for key in ("loss", "grad_norm", "learning_rate")},
+            "tokens_per_second": round(self.batch_tokens / (now - self.since), 1),
+        }
+        self.since = now
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.advance(1)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole `checkpoint-N` of a stage. One that a kill cut short lacks its state, written last."""
+    whole = {}
+    for path in folder.glob("checkpoint-*"):
+        with contextlib.suppress(OSError, ValueError):
+            whole[json.loads((path / "trainer_state.json").read_text())["global_step"]] = path
+    return whole[max(whole)] if whole else None
+
+
+@torch.no_grad()
+def evaluate(model: PreTrainedModel, sequences: Sequences, *, max_tokens: int, batch_size: int) -> dict[str, float]:
+    """Score held-out sequences from an empty memory: mean loss over the targets, in nats per token.
+
+    Args:
+        max_tokens: whole sequences of at most this many tokens in all (but at least one) are scored, evenly
+            spread over those held out.
+        batch_size: sequences per forward pass.
+
+    Returns:
+        `loss`, `perplexity` = exp(loss), and `tokens`, the number of targets.
+
+    Raises:
+        UserError: the loss is not finite.
+    """
+    held_out = sequences.held_out
+    count = min(len(held_out), max(1, max_tokens // sequences.tokens.shape[1]))
+    chosen = held_out[np.linspace(0, len(held_out) - 1, count).round().astype(int)]
+    was_training = model.training
+    model.eval()
+    total, targets = 0.0, 0
+    for batch in sequences.batches(chosen, batch_size):
+        inputs = {key: value.to(model.device) for key, value in batch.items()}
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            loss = model(**inputs, use_cache=False).loss
+        batch_targets = int((batch["labels"][:, 1:] != IGNORED).sum())
+        total += loss.item() * batch_targets
+        targets += batch_targets
+    model.train(was_training)
+    mean = total / targets
+    if not math.isfinite(mean):
+        raise UserError(f"the held-out loss is {mean}: the model's weights are of no use")
+    return {"loss": mean, "perplexity": math.exp(mean), "tokens": targets}
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Undo, at the end, the log level that a Trainer sets for the whole process."""
+    level = transformers_logging.get_verbosity()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
