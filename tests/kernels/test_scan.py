@@ -1,0 +1,297 @@
+"""The PyTorch scan against the step-by-step recurrence, and the equivalences that define it."""
+
+import pytest
+import torch
+
+from helpers import assert_close, relative_error
+from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, ssd_scan, ssd_step
+from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
+
+NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior", "initial_state")
+
+
+def random_inputs(batch=2, time=63, heads=4, head_dim=3, groups=2, state_size=5, dtype=torch.float64, seed=0):
+    """Arguments of the scan in the order of `NAMES`, all requiring gradients."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    def uniform(*shape):
+        return torch.rand(*shape, dtype=torch.float64, generator=generator)
+
+    state = normal(batch, heads, 2, head_dim, state_size)
+    state[:, :, 1].abs_()
+    tensors = (
+        normal(batch, time, heads, head_dim),
+        0.5 * uniform(batch, time, heads),
+        0.1 + uniform(heads),
+        normal(batch, time, groups, state_size),
+        normal(batch, time, groups, state_size),
+        0.5 * uniform(batch, time, heads, head_dim),
+        0.5 + uniform(heads),
+        state,
+    )
+    return [v.to(dtype).requires_grad_() for v in tensors]
+
+
+def random_documents(batch, time, seed=1):
+    """Document numbers with a change every few tokens, some of them returning to an earlier number."""
+    generator = torch.Generator().manual_seed(seed)
+    changes = torch.rand(batch, time, generator=generator) < 0.1
+    return changes.cumsum(1) % 3
+
+
+def scan_with_everything(inputs, seq_idx=None):
+    *arguments, state = inputs
+    return palimpsa_scan(
+        *arguments, initial_state=state, seq_idx=seq_idx, return_final_state=True, return_variance=True
+    )
+
+
+def gradients(outputs, inputs, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(o.shape, dtype=torch.float64, generator=generator).to(o.dtype) for o in outputs]
+    return torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one-document", "packed"])
+@pytest.mark.parametrize("time", [1, 15, 16, 17, 63, 64, 65, 257, 513])
+def test_scan_equals_the_recurrence(time, packed):
+    inputs = random_inputs(time=time)
+    seq_idx = random_documents(2, time) if packed else None
+    actual = scan_with_everything(inputs, seq_idx)
+    expected = palimpsa_scan_reference(*inputs, seq_idx=seq_idx)
+    for name, a, e in zip(("y", "final state", "variance"), actual, expected, strict=True):
+        assert_close(a, e, 1e-12, name)
+    for name, a, e in zip(NAMES, gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        assert_close(a, e, 1e-11, f"gradient of {name}")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 1), (3, 7, 3, 2), (6, 4, 2, 16), (8, 64, 1, 128)],
+    ids=lambda s: "H{}-P{}-G{}-N{}".format(*s),
+)
+def test_scan_takes_any_sizes(sizes):
+    heads, head_dim, groups, state_size = sizes
+    inputs = random_inputs(1, 33, heads, head_dim, groups, state_size)
+    actual, expected = scan_with_everything(inputs), palimpsa_scan_reference(*inputs)
+    assert_close(actual.y, expected[0], 1e-12)
+    for name, a, e in zip(NAMES, gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        assert_close(a, e, 1e-11, f"gradient of {name}")
+
+
+def test_float32_is_as_exact_as_the_loop_in_float32():
+    inputs = random_inputs(time=300, dtype=torch.float32)
+    exact = palimpsa_scan_reference(*(v.double() for v in inputs))
+    exact_gradients = gradients(exact, inputs)
+    actual, loop = scan_with_everything(inputs), palimpsa_scan_reference(*inputs)
+    for name, a, l, e in zip(("y", "final state", "variance"), actual, loop, exact, strict=True):
+        assert_close(a, e, max(2 * relative_error(l, e), 1e-6), name)
+    pairs = zip(NAMES, gradients(actual, inputs), gradients(loop, inputs), exact_gradients, strict=True)
+    for name, a, l, e in pairs:
+        assert_close(a, e, max(2 * relative_error(l, e), 1e-6), f"gradient of {name}")
+
+
+@pytest.mark.parametrize("cut", [1, 16, 50, 62])
+def test_cut_and_carried_equals_whole(cut):
+    inputs = random_inputs(time=63)
+    *_, A, _, _, _, prior, state = inputs
+    whole = scan_with_everything(inputs)
+
+    def part(rows, state):
+        x, dt, _, B, C, beta, _, _ = (v[:, rows] if v.ndim >= 3 else v for v in inputs)
+        return scan_with_everything((x, dt, A, B, C, beta, prior, state))
+
+    first = part(slice(0, cut), state)
+    second = part(slice(cut, None), first.final_state)
+    joined = (torch.cat((first.y, second.y), 1), second.final_state, torch.cat((first.variance, second.variance), 1))
+    for a, e in zip(joined, whole, strict=True):
+        assert_close(a, e, 1e-12)
+    for name, a, e in zip(NAMES, gradients(joined, inputs), gradients(whole, inputs), strict=True):
+        assert_close(a, e, 1e-11, f"gradient of {name}")
+
+
+def test_documents_never_see_each_other():
+    inputs = random_inputs(batch=1, time=50)
+    x, dt, A, B, C, beta, prior, _ = inputs
+    ends = [0, 7, 23, 24, 50]
+    packed = palimpsa_scan(x, dt, A, B, C, beta, prior, cu_seqlens=torch.tensor(ends)).y
+    for start, stop in zip(ends[:-1], ends[1:], strict=True):
+        alone = palimpsa_scan(*(v[:, start:stop] if v.ndim >= 3 else v for v in inputs[:6]), prior).y
+        assert_close(packed[:, start:stop], alone, 1e-12)
+
+
+def test_tokens_with_no_step_change_nothing():
+    x, dt, A, B, C, beta, prior, state = (v.detach() for v in random_inputs(time=20))
+    dt[:, 12:], beta[:, 12:] = 0, 0
+    padded = palimpsa_scan(x, dt, A, B, C, beta, prior, initial_state=state, return_final_state=True)
+    short = scan_with_everything((*(v[:, :12] if v.ndim >= 3 else v for v in (x, dt, A, B, C, beta)), prior, state))
+    assert_close(padded.y[:, :12], short.y, 1e-14)
+    assert_close(padded.final_state, short.final_state, 1e-14)
+
+
+def test_without_importance_it_is_mamba2_and_with_it_it_is_not():
+    x, dt, A, B, C, beta, _, state = random_inputs(time=70)
+    one = torch.ones_like(A)
+    empty = torch.stack((state[:, :, 0], torch.zeros_like(state[:, :, 0])), 2)
+    y, final = ssd_scan(x, dt, A, B, C, initial_state=state[:, :, 0], return_final_state=True)
+    for none in (None, torch.zeros_like(beta)):
+        limit = palimpsa_scan(x, dt, A, B, C, none, one, initial_state=empty, return_final_state=True)
+        assert_close(limit.y, y, 1e-12)
+        assert_close(limit.final_state[:, :, 0], final, 1e-12)
+    assert relative_error(palimpsa_scan(x, dt, A, B, C, beta, one, initial_state=empty).y, y) > 0.1
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one-document", "packed"])
+@pytest.mark.parametrize("time", [1, 63, 64, 65, 200])
+def test_ssd_equals_the_recurrence(time, packed):
+    x, dt, A, B, C, _, _, state = random_inputs(time=time)
+    seq_idx = random_documents(2, time) if packed else None
+    state = state[:, :, 0]
+    actual = ssd_scan(x, dt, A, B, C, initial_state=state, seq_idx=seq_idx, return_final_state=True)
+    both = torch.stack((state, torch.zeros_like(state)), 2)
+    y, final, _ = palimpsa_scan_reference(x, dt, A, B, C, None, torch.ones_like(A), both, seq_idx)
+    expected = (y, final[:, :, 0])
+    inputs = (x, dt, A, B, C, state)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e, 1e-12)
+    for a, e in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        assert_close(a, e, 1e-11)
+
+
+def test_steps_equal_the_scan():
+    x, dt, A, B, C, beta, prior, state = (v.detach().float() for v in random_inputs(time=9))
+    whole = palimpsa_scan(x, dt, A, B, C, beta, prior, initial_state=state, return_final_state=True)
+    mamba_y, mamba_final = ssd_scan(x, dt, A, B, C, initial_state=state[:, :, 0], return_final_state=True)
+    palimpsa_state, mamba_state = state.clone(), state[:, :, 0].clone()
+    for t in range(9):
+        now = (x[:, t], dt[:, t], A, B[:, t], C[:, t])
+        assert_close(palimpsa_step(*now, beta[:, t], prior, palimpsa_state), whole.y[:, t], 1e-6)
+        assert_close(ssd_step(*now, mamba_state), mamba_y[:, t], 1e-6)
+    assert_close(palimpsa_state, whole.final_state, 1e-6)
+    assert_close(mamba_state, mamba_final, 1e-6)
+
+
+@pytest.mark.parametrize("case", ["alpha-zero", "dt-zero", "huge-keys", "large-importance"])
+def test_extreme_inputs_stay_exact(case):
+    inputs = [v.detach() for v in random_inputs(time=100)]
+    if case == "alpha-zero":
+        inputs[1][:, ::7] = 1e5  # exp(-A dt) is 0 in float64 too
+        inputs[0][:, ::7] *= 1e-5
+    elif case == "dt-zero":
+        inputs[1].zero_()
+    elif case == "huge-keys":
+        inputs[3] *= 1e4
+    else:
+        inputs[5] *= 1e4
+    inputs = [v.float().requires_grad_() for v in inputs]
+    exact = palimpsa_scan_reference(*(v.double() for v in inputs))
+    actual = scan_with_everything(inputs)
+    for name, a, e in zip(("y", "final state", "variance"), actual, exact, strict=True):
+        assert_close(a, e, 2e-5, name)
+    loop = palimpsa_scan_reference(*inputs)
+    pairs = zip(NAMES, gradients(actual, inputs), gradients(loop, inputs), gradients(exact, inputs), strict=True)
+    for name, a, l, e in pairs:
+        assert_close(a, e, max(4 * relative_error(l, e), 1e-5), f"gradient of {name}")
+
+
+def test_bfloat16_keeps_states_in_float32():
+    x, dt, A, B, C, beta, prior, state = (v.detach().float() for v in random_inputs(time=200))
+    half = [v.bfloat16() for v in (x, B, C, beta)]
+    rounded = palimpsa_scan(
+        half[0], dt, A, half[1], half[2], half[3], prior, initial_state=state, return_final_state=True
+    )
+    exact = palimpsa_scan(
+        half[0].float(),
+        dt,
+        A,
+        half[1].float(),
+        half[2].float(),
+        half[3].float(),
+        prior,
+        initial_state=state,
+        return_final_state=True,
+    )
+    assert rounded.y.dtype == torch.bfloat16
+    assert rounded.final_state.dtype == torch.float32
+    assert torch.equal(rounded.final_state, exact.final_state)
+    assert torch.equal(rounded.y, exact.y.bfloat16())
+
+
+def test_autocast_does_not_reach_into_the_scan():
+    inputs = [v.detach().float().requires_grad_() for v in random_inputs(time=40)]
+    plain = scan_with_everything(inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = scan_with_everything(inputs)
+        inside_gradients = gradients(inside, inputs)
+    assert torch.equal(inside.y, plain.y)
+    for a, e in zip(inside_gradients, gradients(plain, inputs), strict=True):
+        assert torch.equal(a, e)
+
+
+def test_operators_pass_torch_library_checks():
+    from palimpsa_surgery.kernels import chunked
+
+    x, dt, A, B, C, beta, prior, state = random_inputs(batch=1, time=20, dtype=torch.float32)
+    for variance in (False, True):
+        torch.library.opcheck(
+            chunked._chunked_scan, (x, dt, A, B, C, beta, prior, state, random_documents(1, 20), variance)
+        )
+
+
+def test_compiles_whole():
+    inputs = [v.detach().float() for v in random_inputs(time=40)]
+    compiled = torch.compile(scan_with_everything, backend="aot_eager", fullgraph=True)
+    for a, e in zip(compiled(inputs), scan_with_everything(inputs), strict=True):
+        assert torch.equal(a, e)
+
+
+def bad_inputs():
+    def change(index, value):
+        return lambda inputs: [value(v) if i == index else v for i, v in enumerate(inputs)]
+
+    yield "x", change(0, lambda v: v[0]), "x must be a floating"
+    yield "x", change(0, lambda v: v.long()), "x must be a floating"
+    yield "dt", change(1, lambda v: v[:, :-1]), r"dt must have shape \(2, 63, 4\), got \(2, 62, 4\)"
+    yield "dt", change(1, lambda v: v.bfloat16()), "dt must be float32"
+    yield "A", change(2, lambda v: v[:3]), "A must have shape"
+    yield "B", change(3, lambda v: v[:, :, :1].expand(-1, -1, 3, -1)), "groups dividing 4 heads"
+    yield "C", change(4, lambda v: v[..., :4]), "C must have shape"
+    yield "C", change(4, lambda v: v.to("meta")), "C must be on cpu"
+    yield "beta", change(5, lambda v: v[..., :1]), "beta must have shape"
+    yield "I_prior", change(6, lambda v: v[:, None]), "I_prior must have shape"
+    yield "initial_state", change(7, lambda v: v[:, :, 0]), "initial_state must have shape"
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"), list(bad_inputs()), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_bad_input_names_the_argument(name, spoil, message):
+    with pytest.raises(ValueError, match=message):
+        scan_with_everything(spoil([v.detach() for v in random_inputs()]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq_idx": torch.zeros(2, 62, dtype=torch.long)}, "seq_idx must have shape"),
+        ({"seq_idx": torch.zeros(2, 63)}, "seq_idx must hold integers"),
+        ({"cu_seqlens": torch.tensor([0, 63])}, "batch of 1"),
+    ],
+    ids=["shape", "type", "batch"],
+)
+def test_bad_documents_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        palimpsa_scan(*random_inputs()[:7], **arguments)
+
+
+@pytest.mark.parametrize(
+    "boundaries",
+    [[0, 40, 30, 63], [0, 62], [1, 63], [0.0, 63.0], [63]],
+    ids=["decreasing", "short", "late", "floating", "single"],
+)
+def test_bad_boundaries_are_refused(boundaries):
+    with pytest.raises(ValueError, match="cu_seqlens must"):
+        palimpsa_scan(*random_inputs(batch=1)[:7], cu_seqlens=torch.tensor(boundaries))
