@@ -1,5 +1,7 @@
 """The PyTorch scan against the step-by-step recurrence, and the equivalences that define it."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -118,7 +120,7 @@ def test_documents_never_see_each_other():
     x, dt, A, B, C, beta, prior, _ = inputs
     ends = [0, 7, 23, 24, 50]
     packed = palimpsa_scan(x, dt, A, B, C, beta, prior, cu_seqlens=torch.tensor(ends)).y
-    for start, stop in zip(ends[:-1], ends[1:], strict=True):
+    for start, stop in itertools.pairwise(ends):
         alone = palimpsa_scan(*(v[:, start:stop] if v.ndim >= 3 else v for v in inputs[:6]), prior).y
         assert_close(packed[:, start:stop], alone, 1e-12)
 
@@ -252,7 +254,7 @@ def bad_inputs():
     def change(index, value):
         return lambda inputs: [value(v) if i == index else v for i, v in enumerate(inputs)]
 
-    yield "x", change(0, lambda v: v[0]), "x must be a floating"
+    yield "x-rank", change(0, lambda v: v[0]), "x must be a floating"
     yield "x", change(0, lambda v: v.long()), "x must be a floating"
     yield "dt", change(1, lambda v: v[:, :-1]), r"dt must have shape \(2, 63, 4\), got \(2, 62, 4\)"
     yield "dt", change(1, lambda v: v.bfloat16()), "dt must be float32"

@@ -2,9 +2,11 @@
 
 import math
 
+from huggingface_hub.dataclasses import strict
 from transformers import Mamba2Config
 
 
+@strict
 class PalimpsaMamba2Config(Mamba2Config):
     r"""Mamba2's configuration and which layers are Palimpsa layers.
 
@@ -20,7 +22,8 @@ class PalimpsaMamba2Config(Mamba2Config):
     All other arguments are those of [`Mamba2Config`].
 
     Raises:
-        ValueError: sizes that contradict each other, with both sides of the relation.
+        StrictDataclassError: a field of the wrong type, or sizes that contradict each other, with both sides of
+            the relation.
     """
 
     model_type = "palimpsa_mamba2"

@@ -399,6 +399,9 @@ class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
                 raise ValueError(f"cu_seqlens needs a batch of 1, got {inputs_embeds.shape[0]}")
             seq_idx = seq_idx_from_cu_seqlens(cu_seqlens, inputs_embeds.shape[1]).to(inputs_embeds.device)
 
+        if seq_idx is not None and seq_idx.shape != inputs_embeds.shape[:2]:
+            raise ValueError(f"seq_idx must have shape {tuple(inputs_embeds.shape[:2])}, got {tuple(seq_idx.shape)}")
+
         mask = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, cache)
         padding = None if mask is None else _Padding(mask)
         hidden_states, lengths = inputs_embeds, None
