@@ -6,10 +6,13 @@ Letters: B batch, T time, H heads.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from palimpsa_surgery.hf_models import PalimpsaMamba2ForCausalLM
 
 POSITION_BINS = 256
 """Sequences longer than this share bins between neighbouring positions."""
@@ -203,3 +206,24 @@ def _log_median(logs: Tensor) -> Tensor:
     count = ordered.shape[-1]
     low, high = ordered[..., (count - 1) // 2], ordered[..., count // 2]
     return torch.logaddexp(low, high) - math.log(2)
+
+
+@contextmanager
+def observing(
+    model: PalimpsaMamba2ForCausalLM,
+    observer: Callable[[int, dict[str, Tensor | None]], None],
+    layers: Iterable[int] | None = None,
+) -> Iterator[None]:
+    """Have the mixers of `layers` (default: all) call `observer(layer, seen)` in every forward pass.
+
+    `seen` holds dt, A, x, B, C and, in Palimpsa layers, the importance gate; see the mixers.
+    """
+    stack = model.backbone.layers
+    mixers = [stack[layer].mixer for layer in (range(len(stack)) if layers is None else layers)]
+    for mixer in mixers:
+        mixer.observer = observer
+    try:
+        yield
+    finally:
+        for mixer in mixers:
+            mixer.observer = None
