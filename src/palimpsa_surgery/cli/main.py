@@ -27,7 +27,7 @@ import typer
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
 
-VERBS = ("analyze", "replace", "train", "export", "demo")
+VERBS = ("analyze", "replace", "train", "export", "demo", "doctor")
 
 app = typer.Typer(
     name="palimpsa-surgery",
@@ -72,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
     os.environ.setdefault("DATASETS_VERBOSITY", "warning")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # logs and pipes get none of transformers' either
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a warning at every fork
     arguments = sys.argv[1:] if arguments is None else arguments
     try:

@@ -1,0 +1,204 @@
+"""From a training run or a checkpoint folder to one that `AutoModelForCausalLM` loads anywhere.
+
+A hybrid carries its own code: the files of `hf_models` and the kernels they need, flat beside the weights, as
+transformers' custom code wants them. Only their import lines differ from the package's. A model without
+Palimpsa layers is transformers' own Mamba2 and carries none.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.surgery.card import model_card
+from palimpsa_surgery.surgery.checkpoints import Source, load_model, load_tokenizer, open_source, save_checkpoint
+from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.upload import check_repo_id, upload_folder
+from palimpsa_surgery.surgery.weights import read_json
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_palimpsa_mamba2.PalimpsaMamba2Config",
+    "AutoModel": "modeling_palimpsa_mamba2.PalimpsaMamba2Model",
+    "AutoModelForCausalLM": "modeling_palimpsa_mamba2.PalimpsaMamba2ForCausalLM",
+}
+
+NATIVE_LENGTH = 2048
+"""Tokens that the published Mamba2 models were trained on at once (their README), the last resort."""
+
+# An import of a module of this package, which is always relative and names one module.
+_IMPORT = re.compile(r"^(\s*from )(\.\.kernels\.|\.)(\w+)( import )", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What `export` wrote.
+
+    Attributes:
+        path: the folder.
+        palimpsa_layers: indices of the replaced layers.
+        max_length: tokens given as `max_position_embeddings` and the tokenizer's `model_max_length`.
+        max_length_reason: where that number comes from, in a few words.
+        url: the Hub repository it was uploaded to, or None.
+    """
+
+    path: Path
+    palimpsa_layers: tuple[int, ...]
+    max_length: int
+    max_length_reason: str
+    url: str | None = None
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+
+def export(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    max_length: int | None = None,
+    push_to_hub: str | None = None,
+    private: bool = False,
+    overwrite: bool = False,
+) -> Export:
+    """Write a folder that anyone loads with `AutoModelForCausalLM.from_pretrained`.
+
+    The weights keep their type and their bits.
+
+    Args:
+        source: a finished run of `train`, or a checkpoint folder such as `replace` writes.
+        output: the folder to write.
+        max_length: longest input to state in the configs, in tokens. Nothing is limited by it, but evaluation
+            harnesses cut their inputs to it. By default the longest stage of the run, else what the source
+            states, else 2,048.
+        push_to_hub: id of a Hub repository, `name` or `owner/name`, to upload the folder to; it is created
+            if need be.
+        private: create that repository as a private one.
+        overwrite: replace `output` if it is not empty.
+
+    Raises:
+        UserError: the source is no such folder, or its run is not finished, or it is in a native format; the
+            output cannot be written; or the upload failed, after the folder was written.
+    """
+    if max_length is not None and max_length < 1:
+        raise UserError(f"--max-length must be at least 1, got {max_length}")
+    if private and push_to_hub is None:
+        raise UserError("--private says how to create the repository of --push-to-hub, which is missing")
+    if push_to_hub is not None:
+        check_repo_id(push_to_hub)
+    source = Path(source)
+    _check_apart(source, check_output_directory(output, overwrite=overwrite))
+    folder, run = resolve_run(source)
+    opened = open_source(folder)
+    if opened.kind in ("native", "meta_mamba2"):
+        raise UserError(
+            f"{source} is in the {opened.kind} format: convert it first, with "
+            f"`palimpsa-surgery replace {source} --top-k 0 --output DIR`"
+        )
+    surgery = without_paths(read_json(folder / "surgery.json")) if (folder / "surgery.json").is_file() else {}
+    length, reason = _choose_length(max_length, run, opened)
+
+    model, tokenizer = load_model(opened, dtype=opened.dtype), load_tokenizer(opened)
+    model.config.max_position_embeddings = tokenizer.model_max_length = length
+    model.config.auto_map = dict(AUTO_MAP)  # dropped again when what is written is transformers' own Mamba2
+    output = Path(output)
+    with fresh_directory(output, overwrite=overwrite) as work:
+        save_checkpoint(model, work, tokenizer=tokenizer)
+        if (folder / "windows.png").is_file():
+            shutil.copyfile(folder / "windows.png", work / "windows.png")
+        if surgery:
+            (work / "surgery.json").write_text(json.dumps(surgery, indent=2) + "\n", encoding="utf-8")
+        if run is not None:
+            recipe = yaml.safe_dump(run["recipe"], sort_keys=False, allow_unicode=True)
+            (work / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        written = read_json(work / "config.json")
+        if written["model_type"] == model.config.model_type:
+            for name, text in code_files().items():
+                (work / name).write_text(text, encoding="utf-8")
+        card = model_card(
+            push_to_hub or output.absolute().name,
+            written,
+            surgery=surgery,
+            run=run,
+            parameters=model.num_parameters(),
+            figure=(work / "windows.png").is_file(),
+        )
+        (work / "README.md").write_text(card, encoding="utf-8")
+    url = upload_folder(output, push_to_hub, private=private) if push_to_hub is not None else None
+    return Export(output, tuple(model.config.palimpsa_layers), length, reason, url)
+
+
+def resolve_run(source: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Return the folder of a source's weights and, if the source is a run, its `run.json` and recipe in one.
+
+    Raises:
+        UserError: `source` is no folder, or a run that is not finished.
+    """
+    if not source.is_dir():
+        raise UserError(f"{source} is not a folder: give a run of `train`, or a checkpoint folder")
+    if not (source / "run.json").is_file():
+        return source, None
+    run = read_json(source / "run.json")
+    if run.get("version") != 1:
+        raise UserError(f"{source / 'run.json'} is of version {run.get('version')}; this release reads version 1")
+    if not run.get("final"):
+        missing = next(stage["name"] for stage in run["stages"] if stage["status"] != "done")
+        raise UserError(f"run {source} is not finished: stage {missing} is missing (`train` again to resume it)")
+    try:
+        recipe = yaml.safe_load((source / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{source / 'recipe.yaml'} cannot be read: {' '.join(str(error).split())}") from None
+    return source / run["final"], without_paths(run | {"recipe": recipe})
+
+
+def without_paths(record: Any) -> Any:
+    """Copy a tree of dicts, lists and values, with absolute paths cut to their last part.
+
+    What is published need not tell how somebody's disk is laid out.
+    """
+    if isinstance(record, dict):
+        return {key: without_paths(value) for key, value in record.items()}
+    if isinstance(record, list):
+        return [without_paths(value) for value in record]
+    return PurePath(record).name if isinstance(record, str) and PurePath(record).is_absolute() else record
+
+
+def code_files() -> dict[str, str]:
+    """Names and contents of the code that a hybrid carries: the model's files and all that they import."""
+    package = files("palimpsa_surgery")
+    wanted = [f"hf_models/{name}_palimpsa_mamba2.py" for name in ("configuration", "modeling")]
+    found: dict[str, str] = {}
+    while wanted:
+        path = wanted.pop()
+        folder, name = path.split("/")
+        if name in found:
+            continue
+        text = (package / folder / name).read_text(encoding="utf-8")
+        for _, prefix, module, _ in _IMPORT.findall(text):
+            wanted.append(f"{'kernels' if prefix == '..kernels.' else folder}/{module}.py")
+        found[name] = _IMPORT.sub(r"\1.\3\4", text)
+    return found
+
+
+def _check_apart(source: Path, output: Path) -> None:
+    """Refuse an output whose replacement would delete the source."""
+    if output.absolute().resolve() in (source.resolve(), *source.resolve().parents):
+        raise UserError(f"output {output} is or holds the source {source}: choose another --output")
+
+
+def _choose_length(asked: int | None, run: dict[str, Any] | None, source: Source) -> tuple[int, str]:
+    stated = getattr(source.config, "max_position_embeddings", None)
+    trained = max((stage["sequence_length"] for stage in run["recipe"]["stages"]), default=0) if run else 0
+    if asked is not None:
+        return asked, "as asked for"
+    if trained and trained >= (stated or 0):
+        return trained, "as in the run's longest stage"
+    if stated:
+        return stated, "as the source states"
+    return NATIVE_LENGTH, "the published models' (--max-length states another)"
