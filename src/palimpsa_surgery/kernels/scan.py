@@ -166,6 +166,20 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tens
     return (state @ query.transpose(-1, -2)).squeeze(-1).to(x.dtype)
 
 
+def paths(device: torch.device) -> dict[str, str]:
+    """What each operation runs on for tensors on `device`, in words."""
+    mamba2 = "PyTorch"
+    if device.type == "cuda":
+        mamba2 = "PyTorch: mamba_ssm's kernels do not import" if _mamba_ssm_kernels() is None else "mamba_ssm (Triton)"
+    return {
+        "Palimpsa scan": "PyTorch",
+        "Palimpsa decoding": "PyTorch",
+        "Mamba2 scan": mamba2,
+        "Mamba2 decoding": mamba2,
+        "causal convolution": "PyTorch",
+    }
+
+
 def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, time: int) -> Tensor:
     """Document numbers `[1, time]` from boundaries `[documents + 1]` that increase from 0 to `time`.
 

@@ -1,0 +1,71 @@
+"""`doctor` passes here, and catches wrong kernels."""
+
+import pytest
+import torch
+
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.kernels import scan
+from palimpsa_surgery.surgery import doctor as module
+from palimpsa_surgery.surgery.doctor import doctor
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setitem(module.LENGTHS, "cpu", (1, 17))
+
+
+def test_this_installation_passes(cli):
+    outcome = cli("doctor", "--device", "cpu")
+    assert outcome.code == 0, outcome.stdout
+    assert "checks passed" in outcome.stdout
+    assert torch.__version__.split("+")[0] in outcome.stdout
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity, whose backward pass loses one row: what a miscompiled kernel does."""
+
+    @staticmethod
+    def forward(ctx, v):
+        return v.view_as(v)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[:, -1] = 0
+        return gradient
+
+
+def test_a_wrong_gradient_is_caught(monkeypatch, cli):
+    right = scan.palimpsa_scan
+
+    def wrong(x, dt, A, B, *rest, **options):
+        return right(x, dt, A, WrongGradient.apply(B), *rest, **options)
+
+    monkeypatch.setattr(scan, "palimpsa_scan", wrong)
+    outcome = cli("doctor", "--device", "cpu")
+    assert outcome.code == 1
+    assert "FAILED Palimpsa scan, float32, 17 tokens: gradient of B" in outcome.stdout
+    assert "do not train" in outcome.stdout
+
+
+@pytest.mark.parametrize("fault", ["nan", "raises"])
+def test_a_broken_path_is_caught(fault, monkeypatch):
+    def broken(*arguments, **options):
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available")
+        y, state = right(*arguments, **options)
+        return y * float("nan"), state
+
+    right = scan.ssd_scan
+    monkeypatch.setattr(scan, "ssd_scan", broken)
+    failed = [check for check in doctor("cpu").checks if not check.passed]
+    assert {check.path for check in failed} == {"Mamba2 scan", "Mamba2 scan, packed"}
+    assert fault == "nan" or failed[0].message == "no kernel image is available"
+
+
+@pytest.mark.parametrize("device", ["tpu", "nonsense", "cuda:99"])
+def test_unknown_devices_are_refused(device, cli):
+    assert device in cli("doctor", "--device", device).error
+    with pytest.raises(UserError):
+        doctor(device)
