@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -95,8 +96,8 @@ def _draw_medians(axes: Axes, analysis: "Analysis", selected: Collection[int]) -
     chosen = [layer in selected for layer in range(len(medians))]
     kinds = (
         ("Palimpsa layer", _PALIMPSA, "s", np.array(palimpsa)),
-        ("selected to be replaced", _SELECTED, "o", np.array(chosen)),
-        ("kept", _OTHER, "o", ~np.logical_or(palimpsa, chosen)),
+        ("selected", _SELECTED, "o", np.array(chosen)),
+        ("not selected", _OTHER, "o", ~np.logical_or(palimpsa, chosen)),
     )
     legend = []
     for label, colour, marker, here in kinds:
@@ -160,5 +161,6 @@ def _plain(value: float) -> str:
     return f"{value:.0e}".replace("e+", "e")
 
 
-def _shortened(name: str) -> str:
-    return name if len(name) <= 48 else "…" + name[-47:]
+def _shortened(model: str) -> str:
+    """A Hub id as it is, a folder without the folders around it."""
+    return model if model.count("/") == 1 and len(model) <= 48 else Path(model).resolve().name[:48]
