@@ -18,7 +18,7 @@ from transformers import GenerationConfig, Mamba2Config, Mamba2ForCausalLM, PreT
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
-from palimpsa_surgery.surgery.configs import TOKEN_IDS, SourceKind, read_config
+from palimpsa_surgery.surgery.configs import SourceKind, read_config
 from palimpsa_surgery.surgery.hub import checkpoint_folder
 from palimpsa_surgery.surgery.keys import EMBEDDINGS, LM_HEAD, KeyRule, key_table, parameter_count
 from palimpsa_surgery.surgery.progress import track
@@ -308,9 +308,12 @@ def _generation_config(folder: Path) -> tuple[GenerationConfig | None, list[str]
 
 
 def _set_token_ids(model: PreTrainedModel, ids: Mapping[str, int | list[int] | None]) -> None:
-    for name in TOKEN_IDS:
-        setattr(model.config, name, ids[name])
-        setattr(model.generation_config, name, ids[name])
+    """Set the ids in both configs; generation may stop at more tokens than the one that ends a text."""
+    for name, value in ids.items():
+        setattr(model.config, name, value)
+        generation = getattr(model.generation_config, name)
+        if not (isinstance(generation, list) and value in generation):
+            setattr(model.generation_config, name, value)
 
 
 def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -53,7 +53,6 @@ META_DEFAULTS: dict[str, Any] = {
     "time_step_max": 0.1,
     "time_step_floor": 1e-4,
     "time_step_limit": (0.0, inf),
-    "rescale_prenorm_residual": True,
     "use_cache": True,
     "chunk_size": 256,
     "tie_word_embeddings": False,
@@ -70,6 +69,7 @@ META_UNUSED = frozenset(
         "init_diagnosis",
         "mode",
         "num_heads",
+        "rescale_prenorm_residual",
         "rms_norm",
         "time_step_rank",
         "use_l2warp",
@@ -139,7 +139,7 @@ def _meta(stored: dict[str, Any], where: str) -> tuple[PalimpsaMamba2Config, lis
     """Config of the authors' models, in which all layers are Palimpsa layers, or none."""
     known = {*META_DEFAULTS, *META_RENAMED, *META_UNUSED, *BOOKKEEPING, *TOKEN_IDS, "metaplasticity"}
     if unknown := [key for key in stored if key not in known]:
-        raise UserError(f"{where}: unknown setting {', '.join(unknown)}; a setting that is not known is not ignored")
+        raise UserError(f"{where}: unknown setting {', '.join(unknown)}, which may change what the weights mean")
     notes = []
     if unused := [key for key in stored if key in META_UNUSED]:
         notes.append(f"{listed(unused, 20)}: do not change what the weights mean")
@@ -166,11 +166,16 @@ def _build(where: str, mapped: dict[str, Any], stored: dict[str, Any]) -> Palimp
     _check_sizes(mapped, where)
     if (activation := mapped.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act {activation!r} is not supported, only 'silu'")
-    extra = {key: stored[key] for key in ("max_position_embeddings",) if key in stored}
+    more = {key: stored.get(key) for key in TOKEN_IDS}
+    if "max_position_embeddings" in stored:
+        more["max_position_embeddings"] = stored["max_position_embeddings"]
+    # A step of initialisation, and these weights are past it. transformers' Mamba2 (5.24) takes it again after
+    # loading, and so changes out_proj of every checkpoint that has it set.
+    more["rescale_prenorm_residual"] = False
     try:
-        return PalimpsaMamba2Config(**mapped, **{key: stored.get(key) for key in TOKEN_IDS}, **extra)
+        return PalimpsaMamba2Config(**(mapped | more))
     except (StrictDataclassError, ValueError, TypeError) as error:
-        raise UserError(f"{where}: {one_line(error)}") from error
+        raise UserError(f"{where}: {one_line(error.__cause__ or error)}") from error
 
 
 def _check_sizes(mapped: dict[str, Any], where: str) -> None:

@@ -58,7 +58,7 @@ def checkpoint_folder(model: str | Path) -> Path:
         folder = Path(snapshot_download(model, allow_patterns=[*_SMALL_FILES, *_SAFETENSORS]))
         if not any((folder / name).is_file() for name in WEIGHT_FILES):
             folder = Path(snapshot_download(model, allow_patterns=[*_SMALL_FILES, *_PICKLES]))
-    except (HFValidationError, OSError) as error:  # the Hub's errors, broken connections and full disks alike
+    except Exception as error:  # errors of the disk, the Hub, and its HTTP and Xet clients have no common base
         raise UserError(f"model {model}: no such folder, and {hub_problem(error)}") from error
     return folder
 

@@ -26,7 +26,7 @@ class Setting:
         type: what the value must be: "size" (an integer ≥ 1), "bool", "rate" (a number ≥ 0), "limits" (two
             numbers 0 ≤ low ≤ high), or "any".
         only: the only values that are supported.
-        note: why the key may have any value; shown when it is present.
+        note: why the key may have any value; listed when it is present.
         refusal: what the other values would mean.
     """
 
@@ -85,8 +85,6 @@ FIXED: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,  # of every norm in mamba_ssm's models
     "hidden_act": "silu",  # after the convolution and in the gate
     "initializer_range": 0.02,  # mamba_ssm's, for embeddings
-    # Scaling out_proj is a step of initialisation; the weights at hand are past it.
-    "rescale_prenorm_residual": False,
     "time_step_rank": "auto",  # Mamba2 reads it nowhere
     "use_cache": True,
 }
@@ -146,7 +144,7 @@ def _apply(
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Check `given` against `table`; return all values, our fields, and notes."""
     if unknown := [prefix + key for key in given if key not in table]:
-        raise UserError(f"{where}: unknown setting {', '.join(unknown)}; a setting that is not known is not ignored")
+        raise UserError(f"{where}: unknown setting {', '.join(unknown)}, which may change what the weights mean")
     values, fields, notes = {}, {}, []
     for key, setting in table.items():
         value = given.get(key, setting.default)
@@ -157,7 +155,7 @@ def _apply(
         values[key] = value
         if setting.field:
             fields[setting.field] = tuple(map(float, value)) if setting.type == "limits" else value
-        if setting.note and key in given:
+        if setting.note and key in given and (prefix or value != setting.default):  # every config has the top level
             notes.append(f"{prefix}{key} = {value!r} {setting.note}")
     return values, fields, notes
 

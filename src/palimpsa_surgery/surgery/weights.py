@@ -81,11 +81,12 @@ class StoredWeights:
         weight_map = read_json(self.file).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{self.file} has no weight_map")
-        for shard in dict.fromkeys(weight_map.values()):
+        for shard in weight_map.values():
             if not isinstance(shard, str) or Path(shard).name != shard:
                 raise UserError(f"{self.file} names {shard!r}, which is not a file beside it")
             if not (self.file.parent / shard).is_file():
                 raise UserError(f"{self.file} names {shard}, which is missing")
+        for shard in dict.fromkeys(weight_map.values()):
             held = self._open(self.file.parent / shard)
             named = {key for key, file in weight_map.items() if file == shard}
             if absent := [key for key in weight_map if key in named and key not in held]:
@@ -96,8 +97,11 @@ class StoredWeights:
 
     def _open(self, file: Path) -> dict[str, StoredTensor]:
         """Names, shapes and types of the tensors in one file."""
-        with file.open("rb") as stream:
-            start = stream.read(64)
+        try:
+            with file.open("rb") as stream:
+                start = stream.read(64)
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}") from error
         if start.startswith(b"version https://git-lfs"):
             raise UserError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
         return self._open_safetensors(file) if file.suffix == ".safetensors" else self._open_pickle(file)
@@ -124,14 +128,14 @@ class StoredWeights:
             if wanted := re.search(r"(?:GLOBAL|global)\s+`?([\w.]+)|(?:class|function)\s+`?([\w.]+)", str(error)):
                 what = wanted.group(1) or wanted.group(2)
                 raise UserError(f"{file} is refused: it is not plain tensors but asks for {what}") from error
-            raise UserError(f"{file} is damaged or not a file of plain tensors") from error
+            raise UserError(f"{file} is damaged, or not a file of plain tensors") from error
         except (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise UserError(f"{file} is damaged or not a PyTorch weights file: {one_line(error)}") from error
+            raise UserError(f"{file} is damaged, cut short or not a PyTorch weights file") from error
         if not isinstance(state, dict):
-            raise UserError(f"{file} holds a {type(state).__name__}, not a dictionary of tensors")
+            raise UserError(f"{file} holds no dictionary of tensors but a value of type {type(state).__name__}")
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-                raise UserError(f"{file} holds a {type(value).__name__} under {name!r}, not a tensor")
+                raise UserError(f"{file} holds {name!r}, which is not a tensor but of type {type(value).__name__}")
             if value.layout is not torch.strided or value.is_quantized or value.is_meta:
                 raise UserError(f"{file} holds {name} as a {value.layout} tensor, not as plain values")
         self._pickles[file] = state
