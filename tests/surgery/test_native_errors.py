@@ -97,6 +97,7 @@ def test_native_config(tmp_path: Path, name: str, value: object, expected: str):
         ('{"model_type": "mamba2", "hidden_size": "big"}', "hidden_size must be a whole number above 0, got 'big'"),
         ('{"model_type": "mamba2", "hidden_act": "gelu"}', "hidden_act 'gelu' is not supported"),
         ('{"model_type": "meta_mamba2", "wings": 2}', "unknown setting wings"),
+        ('{"model_type": "meta_mamba2", "metaplasticity": "no"}', "metaplasticity must be true or false, got 'no'"),
         ('{"model_type": "meta_mamba2", "hidden_size": 0}', "hidden_size must be a whole number above 0, got 0"),
     ],
 )

@@ -34,7 +34,7 @@ SIZES = (
 )
 
 # The authors' config (github.com/djo1996/Palimpsa, palimpsa/models/meta_mamba2): its own defaults, since
-# transformers writes only what differs from the class's defaults; None marks a default of "auto".
+# transformers writes only what differs from the class's defaults.
 META_DEFAULTS: dict[str, Any] = {
     "head_dim": 64,
     "vocab_size": 32000,
@@ -152,7 +152,10 @@ def _meta(stored: dict[str, Any], where: str) -> tuple[PalimpsaMamba2Config, lis
         mapped["importance_rank"] = ceil(mapped["hidden_size"] / 16)
     # Their gated norm spans all channels whatever n_groups is; transformers has one norm per group.
     mapped["norm_group_size"] = inner
-    if stored.get("metaplasticity", True):
+    metaplastic = stored.get("metaplasticity", True)
+    if not isinstance(metaplastic, bool):
+        raise UserError(f"{where}: metaplasticity must be true or false, got {metaplastic!r}")
+    if metaplastic:
         mapped["palimpsa_layers"] = list(range(mapped["num_hidden_layers"]))
         notes.append("b_scale is read through a softplus, as in the authors' current code; early versions did not")
     else:
