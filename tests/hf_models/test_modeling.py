@@ -299,6 +299,8 @@ def test_round_trip_is_bit_for_bit(tied, dtype, tmp_path, ids):
         assert expected.keys() == actual.keys()
         for name, value in expected.items():
             assert torch.equal(actual[name], value), name
+        trainable = {n: p.requires_grad for n, p in model.named_parameters()}
+        assert {n: p.requires_grad for n, p in loaded.named_parameters()} == trainable
         assert (loaded.lm_head.weight.data_ptr() == loaded.backbone.embeddings.weight.data_ptr()) is tied
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, model(ids).logits)

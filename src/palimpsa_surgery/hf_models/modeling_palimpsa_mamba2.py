@@ -309,6 +309,16 @@ class PalimpsaMamba2PreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _is_stateful = True
 
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As transformers', which makes every loaded parameter trainable; the prior importance stays fixed."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for module in model.modules():
+            if isinstance(module, PalimpsaMixer):
+                module.Ip_log.requires_grad_(False)
+        return loaded
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         """Mamba2's initialisation; the functions of `init` leave loaded parameters alone."""
