@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from helpers import assert_close, relative_error
-from huggingface_hub.errors import StrictDataclassError
 from palimpsa_surgery.hf_models import LayerState, PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
 
 SIZES = {
