@@ -2,7 +2,8 @@
 
 | | CUDA | elsewhere |
 |---|---|---|
-| Palimpsa scan and step | PyTorch (`chunked.py`, here) | the same |
+| Palimpsa scan | Triton (`triton_scan.py`), PyTorch where Triton is absent or for float64 | PyTorch (`chunked.py`) |
+| Palimpsa step | PyTorch (here) | the same |
 | Mamba2 scan and step | `mamba_ssm`'s Triton kernels when they import, else PyTorch | PyTorch (`ssd.py`, here) |
 
 Letters as in `reference.py`: b batch, t time, h heads, p head_dim, g groups, n state_size.
@@ -19,6 +20,7 @@ from torch import Tensor
 from .chunked import palimpsa_scan_chunked
 from .decay import document_numbers
 from .ssd import ssd_scan_chunked
+from .triton_scan import palimpsa_scan_triton, triton
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +79,9 @@ def palimpsa_scan(
     _check_scan_arguments(x, dt, A, B, C, beta, I_prior)
     _check_shape("initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x.device)
     seq_idx = _documents(seq_idx, cu_seqlens, x)
-    outputs = palimpsa_scan_chunked(
-        x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, return_final_state, return_variance
-    )
-    return ScanOutput(*outputs)
+    in_triton = x.is_cuda and triton is not None and x.dtype != torch.float64
+    scan = palimpsa_scan_triton if in_triton else palimpsa_scan_chunked
+    return ScanOutput(*scan(x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, return_final_state, return_variance))
 
 
 def palimpsa_step(
@@ -172,7 +173,7 @@ def paths(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         mamba2 = "PyTorch: mamba_ssm's kernels do not import" if _mamba_ssm_kernels() is None else "mamba_ssm (Triton)"
     return {
-        "Palimpsa scan": "PyTorch",
+        "Palimpsa scan": "Triton" if device.type == "cuda" and triton is not None else "PyTorch",
         "Palimpsa decoding": "PyTorch",
         "Mamba2 scan": mamba2,
         "Mamba2 decoding": mamba2,
