@@ -16,9 +16,7 @@ SAMPLE = "One two  three.\r\n\tfour\n\n五 six — 🙂 seven;\n" * 40
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_checkpoint):
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(tiny_checkpoint / "tokenizer.json"), eos_token="<|endoftext|>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_file=str(tiny_checkpoint / "tokenizer.json"), eos_token="<|endoftext|>")
 
 
 def write(folder, kind, documents, column="text"):
@@ -205,9 +203,7 @@ def test_mistakes_in_names_are_found_before_anything_is_read(name, tmp_path):
 @pytest.mark.parametrize(("option", "value"), [("sequence_length", 1), ("max_tokens", 1), ("max_tokens", 0)])
 def test_lengths_that_make_no_sense_are_refused(option, value, tmp_path, tokenizer):
     path = write(tmp_path, "txt", [SAMPLE])
-    with pytest.raises(
-        UserError, match=re.escape(f"at least 2, got {value}") + "|" + f"2 tokens, got {value}"
-    ):
+    with pytest.raises(UserError, match=re.escape(f"at least 2, got {value}") + "|" + f"2 tokens, got {value}"):
         tokens([path], tokenizer, **{option: value})
 
 

@@ -100,11 +100,7 @@ class Analysis:
         """The content of the file: plain JSON, in which infinity is the string "Infinity"."""
         content = asdict(self)
         content["calibration_sample"] = {"input_ids": content["calibration_sample"]}
-        # One line per layer and per sequence: the file can be read by people, and compared by line.
-        lines = []
-        for key, value in ({"version": VERSION} | encode_infinity(content)).items():
-            lines.append(f"{json.dumps(key)}: {_json_lines(value)}")
-        return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+        return to_json({"version": VERSION} | content)
 
     def save(self, directory: str | os.PathLike) -> Path:
         """Write `analysis.json` into an existing folder and return its path."""
@@ -161,17 +157,22 @@ class Analysis:
         )
 
 
-def encode_infinity(value: Any) -> Any:
-    """Copy nested data with infinite numbers as the string "Infinity", which JSON has no number for."""
+def to_json(content: dict[str, Any]) -> str:
+    """JSON for people as well: a line for each key, and for each object in a list. Infinity is a string."""
+    lines = (f"{json.dumps(key)}: {_json_line(_encode_infinity(value))}" for key, value in content.items())
+    return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+
+
+def _encode_infinity(value: Any) -> Any:
+    """Copy nested data with infinity as the string "Infinity", since JSON has no number for it."""
     if isinstance(value, dict):
-        return {key: encode_infinity(item) for key, item in value.items()}
+        return {key: _encode_infinity(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encode_infinity(item) for item in value]
+        return [_encode_infinity(item) for item in value]
     return "Infinity" if value == math.inf else value
 
 
-def _json_lines(value: Any) -> str:
-    """JSON with one line per element of a list of lists or of objects, else on one line."""
+def _json_line(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n    " + ",\n    ".join(json.dumps(item, allow_nan=False) for item in value) + "\n  ]"
     return json.dumps(value, allow_nan=False)

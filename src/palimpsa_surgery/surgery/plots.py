@@ -1,4 +1,4 @@
-"""An analysis for people: the figure of the paper's appendix (Fig. 6) and a table for the terminal."""
+"""Analyses and replacements for people: the figure of the paper's appendix (Fig. 6), and tables."""
 
 import math
 import os
@@ -14,10 +14,16 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
+    import torch
+
     from palimpsa_surgery.surgery.analysis import Analysis
+    from palimpsa_surgery.surgery.ledger import Ledger
+    from palimpsa_surgery.surgery.replacement import Replacement
 
 _SELECTED, _OTHER, _PALIMPSA = "#c1272d", "#4d5a66", "#1f6fb4"
 _LEVELS_SHOWN = ("0.05", "0.25", "0.75", "0.95")
@@ -56,6 +62,84 @@ def window_table(analysis: "Analysis", selected: Collection[int] = ()) -> Table:
             style="blue" if palimpsa else "bold red" if chosen else None,
         )
     return table
+
+
+def selection_note(analysis: "Analysis", k: int) -> str:
+    """Which `k` layers have the longest windows, and whether the paper's score (A.10) would choose others."""
+    ours, paper = (set(analysis.top_layers(k, paper=paper)) for paper in (False, True))
+    note = f"Longest windows: {_count(ours)}."
+    if ours == paper:
+        return f"{note} The paper's score selects the same."
+    return f"{note} The paper's score would select {_count(paper - ours)} instead of {_count(ours - paper)}."
+
+
+def _count(layers: Collection[int]) -> str:
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, sorted(layers)))}"
+
+
+def ledger_table(ledger: "Ledger", dtype: "torch.dtype") -> Table:
+    """A Rich table of the parameters of each kind before and after, and of the tensors that make the change.
+
+    Args:
+        dtype: type in which both are stored.
+    """
+    table = Table(title="Parameters", title_style="bold", show_footer=True)
+    sizes = [sum(counts.values()) for counts in (ledger.before, ledger.after)]
+    footers = [f"{size:,}\n{size * dtype.itemsize / 1e6:,.1f} MB" for size in sizes]
+    change = sizes[1] - sizes[0]
+    table.add_column("kind", footer=f"total\nin {str(dtype).removeprefix('torch.')}", no_wrap=True)
+    for name, footer in zip(("before", "after", "change"), (*footers, f"{change:+,}" if change else ""), strict=True):
+        table.add_column(name, footer=footer, justify="right", no_wrap=True)
+    for kind, before in ledger.before.items():
+        after = ledger.after[kind]
+        table.add_row(kind, f"{before:,}", f"{after:,}", f"{after - before:+,}" if after != before else "")
+    return table
+
+
+def key_lines(ledger: "Ledger") -> list[str]:
+    """What becomes of the tensors, in a few lines: how many are copied, and which are new or dropped."""
+    lines = [f"copied bit for bit: {len(ledger.copied)} tensors"]
+    for name, rules in (("new", ledger.new), ("dropped", ledger.dropped)):
+        if not rules:
+            lines.append(f"{name}: none")
+            continue
+        lines.append(f"{name}: {len(rules)} tensors")
+        layers: dict[str, list[str]] = {}  # of each name and shape, since they repeat from layer to layer
+        for rule in rules:
+            layer, _, rest = rule.key.removeprefix("backbone.layers.").partition(".")
+            pattern = f"backbone.layers.{{}}.{rest}" if layer.isdecimal() else rule.key
+            layers.setdefault(f"  {pattern} {list(rule.shape)}", []).append(layer)
+        lines += [pattern.replace("{}", f"{{{','.join(found)}}}") for pattern, found in layers.items()]
+    return lines
+
+
+def replacement_report(done: "Replacement") -> Group:
+    """What a replacement did, for a terminal of 80 columns: layers, parameters, drift and notes."""
+    config = done.source.config
+    layers = f"{_count(done.layers)} of {config.num_hidden_layers}" if done.layers else "none (converted untouched)"
+    lines = [f"replaced: {layers}"]
+    if done.layers and done.analysis is not None:
+        windows = (format_window(done.analysis.median_windows[layer]) for layer in done.layers)
+        lines.append(f"median windows: {', '.join(windows)} tokens")
+    if done.init:
+        settings = (f"{name} {value}" for name, value in done.init.items() if name != "kind")
+        lines.append(f"init: {done.init['kind']}, {', '.join(settings)}")
+    why = "not measured, for want of text to measure it on" if done.layers else "none, since nothing was replaced"
+    drift = [f"drift: {why}"]
+    if done.drift is not None:
+        drift = [
+            f"drift over {done.drift.tokens:,} tokens, before any training:",
+            f"  logits                    {done.drift.relative:.2e} relative (RMS)",
+            f"  KL(source ‖ hybrid)       {done.drift.kl:.2e} nats per token",
+            f"  largest importance ratio  {done.drift.max_importance_ratio:.3g}",
+        ]
+    return Group(
+        Text("\n".join(lines)),
+        ledger_table(done.ledger, done.source.dtype),
+        Text("\n".join(key_lines(done.ledger))),
+        Text("\n".join(drift)),
+        *(Text(f"note: {note}", style="dim") for note in done.notes),
+    )
 
 
 def plot_windows(analysis: "Analysis", selected: Collection[int], path: str | os.PathLike) -> None:

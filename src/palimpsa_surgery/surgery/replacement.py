@@ -5,7 +5,6 @@ result is from it.
 """
 
 import copy
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from palimpsa_surgery.surgery.analysis import (
     FIGURE_FILE,
     SAMPLE_TOKENS,
     Analysis,
-    encode_infinity,
     resolve_device,
+    to_json,
 )
 from palimpsa_surgery.surgery.checkpoints import (
     Source,
@@ -59,7 +58,7 @@ class Replacement:
         base_fingerprint: hash of its weights.
         layers: the layers replaced now, increasing.
         palimpsa_layers: all Palimpsa layers of the result, increasing.
-        init: how the new parameters were chosen; None when there are none.
+        init: how the new parameters were chosen; empty when there are none.
         ledger: parameters before and after.
         drift: how far the result is from the source; None when it was not measured, or nothing was replaced.
         analysis: the analysis that was used, if one was.
@@ -71,7 +70,7 @@ class Replacement:
     base_fingerprint: str
     layers: tuple[int, ...]
     palimpsa_layers: tuple[int, ...]
-    init: dict[str, Any] | None
+    init: dict[str, Any]
     ledger: Ledger
     drift: Drift | None
     analysis: Analysis | None
@@ -84,19 +83,20 @@ class Replacement:
         if self.analysis is not None:
             windows = {str(layer.layer): layer.median_window for layer in self.analysis.layers}
             analysis = {"median_windows": windows, "tokens": self.analysis.tokens}
-        content = {
-            "version": VERSION,
-            "base_model": self.source.name,
-            "base_kind": self.source.kind,
-            "base_fingerprint": self.base_fingerprint,
-            "palimpsa_layers": self.palimpsa_layers,
-            "replaced_layers": self.layers,
-            "init": self.init,
-            "analysis": analysis,
-            "drift": None if self.drift is None else asdict(self.drift),
-            "parameters": self.ledger.parameters,
-        }
-        return json.dumps(encode_infinity(content), indent=2, allow_nan=False) + "\n"
+        return to_json(
+            {
+                "version": VERSION,
+                "base_model": self.source.name,
+                "base_kind": self.source.kind,
+                "base_fingerprint": self.base_fingerprint,
+                "palimpsa_layers": self.palimpsa_layers,
+                "replaced_layers": self.layers,
+                "init": self.init,
+                "analysis": analysis,
+                "drift": None if self.drift is None else asdict(self.drift),
+                "parameters": self.ledger.parameters,
+            }
+        )
 
 
 def replace(
@@ -188,15 +188,13 @@ def replace(
                 f"the hybrid's logits differ from the source's by {drift.relative:.2g} relative, more than the "
                 f"limit of {max_drift:g}; nothing was written"
             )
-    elif chosen:
-        notes.append("the drift was not measured: there was no text to measure it on")
 
     result = Replacement(
         source=source,
         base_fingerprint=base_fingerprint,
         layers=tuple(chosen),
         palimpsa_layers=tuple(hybrid.config.palimpsa_layers),
-        init=_init_record(init, importance_target, seed) if chosen else None,
+        init=_init_record(init, importance_target, seed) if chosen else {},
         ledger=ledger(base.config, hybrid.config),
         drift=drift,
         analysis=analysis,
@@ -258,7 +256,7 @@ def _check_options(init: str, importance_target: float, max_drift: float | None,
 
 def _init_record(init: Init, importance_target: float, seed: int) -> dict[str, Any]:
     how = {"importance_target": importance_target} if init == "calibrated" else {"b_scale": list(PAPER_B_SCALE)}
-    return {"method": init, **how, "seed": seed}
+    return {"kind": init, **how, "seed": seed}
 
 
 def _tokenizer(

@@ -71,6 +71,18 @@ def select_layers(
     return chosen
 
 
+def parse_layers(text: str) -> list[int]:
+    """Layers from a list such as "3,8".
+
+    Raises:
+        UserError: it is something else.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"layers must be whole numbers separated by commas, such as 3,8; got {text!r}") from None
+
+
 def _listed(num_layers: int, layers: Sequence[int], palimpsa: Collection[int]) -> list[int]:
     if not layers:
         raise UserError("the list of layers is empty (top_k=0 converts without replacing any)")

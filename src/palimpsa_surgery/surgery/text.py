@@ -124,16 +124,12 @@ def _iter_token_blocks(
         yield waiting
 
 
-def _iter_token_pieces(
-    paths: Sequence[Path], tokenizer: "PreTrainedTokenizerBase", column: str
-) -> Iterator[list[int]]:
+def _iter_token_pieces(paths: Sequence[Path], tokenizer: "PreTrainedTokenizerBase", column: str) -> Iterator[list[int]]:
     """Token ids of the documents in pieces, with `eos` between documents."""
     for number, document in enumerate(_iter_chunked_documents(paths, column)):
         if number:
             if tokenizer.eos_token_id is None:
-                raise UserError(
-                    "the tokenizer has no eos token, which must separate one document from the next"
-                )
+                raise UserError("the tokenizer has no eos token, which must separate one document from the next")
             yield [tokenizer.eos_token_id]
         for piece in _pieces(document):
             # verbose=False: pieces may exceed model_max_length, a limit that does not concern them
@@ -251,9 +247,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[Iterable[str]]:
             kind = schema.field(column).type
             if pa.types.is_dictionary(kind):
                 kind = kind.value_type
-            if not (
-                pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-            ):
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
                 raise UserError(f"{path}: column {column!r} is of type {kind}, not a string")
             for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
                 for text in batch.column(0).to_pylist():
