@@ -159,7 +159,7 @@ def plot_windows(analysis: "Analysis", selected: Collection[int], path: str | os
     legend = _draw_medians(left, analysis, selected)
     _draw_positions(figure, right, analysis, selected)
     left.set_ylim(depth - 0.5, -0.5)
-    left.yaxis.set_major_locator(MaxNLocator(nbins=min(depth, 17), integer=True))
+    left.yaxis.set_major_locator(MaxNLocator(nbins=min(depth, 17), integer=True, min_n_ticks=1))
     figure.suptitle(f"Effective memory window of each layer of {_shortened(analysis.model)}", fontsize=11)
     figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), fontsize=8, frameon=False)
     figure.savefig(path)
@@ -172,10 +172,11 @@ def _draw_medians(axes: Axes, analysis: "Analysis", selected: Collection[int]) -
     finite, lowest, highest = _finite_range(np.concatenate([medians, low, high]))
     edge = highest * 1.3
     if not finite.all():  # infinite windows stand apart, to the left of all others
-        edge = highest * 6
+        beyond = max(3.0, (highest / lowest) ** 0.1)
+        edge = highest * beyond**1.8
         for layer in np.flatnonzero(np.isinf(medians)):
-            axes.annotate("∞", (highest * 3, layer), xytext=(-12, 0), textcoords="offset points", va="center")
-        medians, low, high = (np.where(np.isinf(values), highest * 3, values) for values in (medians, low, high))
+            axes.annotate("∞", (highest * beyond, layer), xytext=(-14, 0), textcoords="offset points", va="center")
+        medians, low, high = (np.where(np.isinf(values), highest * beyond, values) for values in (medians, low, high))
     palimpsa = [layer in analysis.palimpsa_layers for layer in range(len(medians))]
     chosen = [layer in selected for layer in range(len(medians))]
     kinds = (
@@ -210,10 +211,9 @@ def _draw_positions(figure: Figure, axes: Axes, analysis: "Analysis", selected: 
     edges = [*analysis.positions, analysis.positions[-1] + step]
     rows = np.arange(len(values) + 1) - 0.5
     mesh = axes.pcolormesh(edges, rows, np.minimum(values, norm.vmax), norm=norm, cmap="viridis", rasterized=True)
-    marks = axes.get_yaxis_transform()  # x in fractions of the panel, y in layers
-    axes.plot(
-        [-0.014] * len(selected), sorted(selected), ">", color=_SELECTED, markersize=4, transform=marks, clip_on=False
-    )
+    margin = axes.get_yaxis_transform()  # x in fractions of the panel, y in layers
+    for layer in selected:
+        axes.plot(-0.014, layer, ">", color=_SELECTED, markersize=4, transform=margin, clip_on=False)
     axes.set_xlim(edges[0], edges[-1])
     axes.set_xlabel("token position")
     axes.tick_params(axis="y", left=False, labelleft=False)
