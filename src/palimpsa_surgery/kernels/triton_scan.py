@@ -38,6 +38,8 @@ import torch
 from torch import Tensor
 
 from .decay import document_numbers
+from .gluon_scan import AVAILABLE as TUNED_AVAILABLE
+from .gluon_scan import NUM_WARPS, STATE_SIZE, read_out, segment_adjoints, segment_gradients
 
 try:
     import triton
@@ -58,8 +60,11 @@ except ImportError:  # the module still imports; `palimpsa_scan_triton` is then 
 FORWARD_SEGMENT = 512
 BACKWARD_SEGMENT = 128
 SUB_CHUNK = 16
+KEY_BLOCK = 32
 # Bytes of temporary tensors a launch of the backward pass may take.
 WORKSPACE_BYTES = 768 * 2**20
+# Tests turn it off to reach the portable kernels.
+USE_TUNED = True
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -70,9 +75,7 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 @jit
 def _reciprocal(x, FAST: tl.constexpr):
     if FAST:  # one instruction, 1 ulp
-        r = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         r = 1.0 / x
     return r
@@ -145,7 +148,7 @@ def _segment_states(
 
 @jit
 def _pass_states(states, decay, NSEG, SIZE, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
-    """In place, slots of states [b, h, NSEG + 1, SIZE]: s[k + 1] += decay[k] s[k], or reversed s[k] += decay[k] s[k + 1]."""
+    """In place over slots of states [b, h, NSEG + 1, SIZE]: s[k + 1] += decay[k] s[k]; reversed, k and k + 1 swap."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i_bh = tl.program_id(1).to(tl.int64)
     m = o < SIZE
@@ -155,14 +158,30 @@ def _pass_states(states, decay, NSEG, SIZE, BLOCK: tl.constexpr, REVERSE: tl.con
     if REVERSE:
         p = states + (i_bh * (NSEG + 1) + NSEG) * SIZE + o
         step = -SIZE
+    sign = 1
+    if REVERSE:
+        p_decay += NSEG - 1
+        sign = -1
+    last = i_bh * 0 + NSEG - 1
     b_s = tl.load(p, mask=m, other=0.0)
-    for k in range(NSEG):
-        i = k
-        if REVERSE:
-            i = NSEG - 1 - k
-        p += step
-        b_s = tl.load(p, mask=m, other=0.0) + tl.load(p_decay + i) * b_s
-        tl.store(p, b_s, mask=m)
+    for k in range(0, NSEG, 4):  # four loads in flight: the loop waits for memory, not for arithmetic
+        m_1 = m & (o * 0 + k + 1 <= last)
+        m_2 = m & (o * 0 + k + 2 <= last)
+        m_3 = m & (o * 0 + k + 3 <= last)
+        b_0 = tl.load(p + step, mask=m, other=0.0)
+        b_1 = tl.load(p + 2 * step, mask=m_1, other=0.0)
+        b_2 = tl.load(p + 3 * step, mask=m_2, other=0.0)
+        b_3 = tl.load(p + 4 * step, mask=m_3, other=0.0)
+        b_0 += tl.load(p_decay + sign * k) * b_s
+        b_1 += tl.load(p_decay + sign * tl.minimum(k + 1, last)) * b_0
+        b_2 += tl.load(p_decay + sign * tl.minimum(k + 2, last)) * b_1
+        b_3 += tl.load(p_decay + sign * tl.minimum(k + 3, last)) * b_2
+        tl.store(p + step, b_0, mask=m)
+        tl.store(p + 2 * step, b_1, mask=m_1)
+        tl.store(p + 3 * step, b_2, mask=m_2)
+        tl.store(p + 4 * step, b_3, mask=m_3)
+        b_s = b_3
+        p += 4 * step
 
 
 @jit
@@ -230,15 +249,13 @@ def _read_out(
 
 @jit
 def _segment_adjoints(
-    xT, dt, betaT, A, B, C, prior, dyT, dvarT, doc, states, adjoints,
-    dt_b, dt_t, dt_h, B_b, B_t, B_g, C_b, C_t, C_g,
+    x, dt, beta, A, B, C, prior, dy, dvar, doc, states, adjoints,
+    x_b, x_t, x_h, x_p, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, beta_p, B_b, B_t, B_g, C_b, C_t, C_g,
+    dy_b, dy_t, dy_h, dy_p, dvar_b, dvar_t, dvar_h, dvar_p,
     T, H, HPG, P, N, NSEG, S,
     BP: tl.constexpr, BN: tl.constexpr, HAS_DOC: tl.constexpr, HAS_VAR: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Slot k of adjoints [b, h, NSEG + 1, 2, p, n] = adjoint of segment k's starting state, from its own tokens.
-
-    xT, betaT, dyT, dvarT are [b, h, p, t].
-    """
+    """Slot k of adjoints [b, h, NSEG + 1, 2, p, n] = adjoint of segment k's starting state, from its own tokens."""
     i_p = tl.program_id(0)
     i_seg = tl.program_id(1).to(tl.int64)
     i_bh = tl.program_id(2).to(tl.int64)
@@ -251,7 +268,10 @@ def _segment_adjoints(
     b_A = tl.load(A + h)
     b_prior = tl.load(prior + h)
     t0 = i_seg * S
-    o_row = (i_bh * P + o_p) * T + t0
+    p_x = x + b * x_b + h * x_h + o_p * x_p + t0 * x_t
+    p_beta = beta + b * beta_b + h * beta_h + o_p * beta_p + t0 * beta_t
+    p_dy = dy + b * dy_b + h * dy_h + o_p * dy_p + t0 * dy_t
+    p_dvar = dvar + b * dvar_b + h * dvar_h + o_p * dvar_p + t0 * dvar_t
     p_B = B + b * B_b + (h // HPG) * B_g + o_n + t0 * B_t
     p_C = C + b * C_b + (h // HPG) * C_g + o_n + t0 * C_t
     p_dt = dt + b * dt_b + h * dt_h + t0 * dt_t
@@ -266,7 +286,7 @@ def _segment_adjoints(
     b_before = 0
     if HAS_DOC:
         b_before = tl.load(doc + b * T + tl.maximum(t0 - 1, 0))
-    for i in range(tl.minimum(S, T - t0)):
+    for _ in range(tl.minimum(S, T - t0)):
         b_dt = tl.load(p_dt)
         b_a = tl.exp(-b_A * b_dt)
         if HAS_DOC:
@@ -275,9 +295,9 @@ def _segment_adjoints(
             b_before = b_doc
             p_doc += 1
         b_w *= b_a  # decay since the segment's start
-        b_v = tl.load(xT + o_row + i, mask=m_p, other=0.0).to(tl.float32) * b_dt
-        b_u = tl.load(betaT + o_row + i, mask=m_p, other=0.0).to(tl.float32)
-        b_dy = tl.load(dyT + o_row + i, mask=m_p, other=0.0).to(tl.float32) * b_w
+        b_v = tl.load(p_x, mask=m_p, other=0.0).to(tl.float32) * b_dt
+        b_u = tl.load(p_beta, mask=m_p, other=0.0).to(tl.float32)
+        b_dy = tl.load(p_dy, mask=m_p, other=0.0).to(tl.float32) * b_w
         b_B = tl.load(p_B, mask=m_n, other=0.0).to(tl.float32)
         b_C = tl.load(p_C, mask=m_n, other=0.0).to(tl.float32)
         b_M = b_a * b_M + b_v[:, None] * b_B[None, :]
@@ -288,8 +308,12 @@ def _segment_adjoints(
         b_E += b_Z
         b_EI -= b_Z * (b_M * b_r)
         if HAS_VAR:
-            b_dvar = tl.load(dvarT + o_row + i, mask=m_p, other=0.0) * b_w
+            b_dvar = tl.load(p_dvar, mask=m_p, other=0.0) * b_w
             b_EI -= b_dvar[:, None] * (b_Z0 * b_Z0)
+            p_dvar += dvar_t
+        p_x += x_t
+        p_beta += beta_t
+        p_dy += dy_t
         p_B += B_t
         p_C += C_t
         p_dt += dt_t
@@ -365,9 +389,7 @@ def _segment_gradients(
                 b_B = tl.load(p_B + s[:, None] * B_t + o_n[None, :], mask=m_n[None, :], other=0.0)  # [L, BN]
                 b_Bf = b_B.to(tl.float32)
                 b_M = tl.dot((b_x * (b_dt * b_w)[None, :]).to(DOT), b_B.to(DOT), acc=b_M, input_precision=PRECISION)
-                b_I = tl.dot(
-                    (b_u * b_w[None, :]).to(DOT), (b_Bf * b_Bf).to(DOT), acc=b_I, input_precision=PRECISION
-                )
+                b_I = tl.dot((b_u * b_w[None, :]).to(DOT), (b_Bf * b_Bf).to(DOT), acc=b_I, input_precision=PRECISION)
             b_keep = tl.exp(b_sum)
             if HAS_DOC:
                 b_keep = tl.where(tl.load(p_doc + tl.maximum(t0 - 1, 0)) == b_before, b_keep, 0.0)
@@ -445,7 +467,8 @@ def _segment_gradients(
             o_part = (i_part * P + p) * T + t
             tl.store(dvT + o_part, b_dv, mask=m_t)
             tl.store(dbetaT + o_part, b_du, mask=m_t)
-            b_u_sum += b_v * b_dv + b_u * b_du
+            # v and beta as the products rounded them, so that each token's own term cancels in q
+            b_u_sum += b_v.to(DOT).to(tl.float32) * b_dv + b_u.to(DOT).to(tl.float32) * b_du
             b_E = tl.sum(tl.where(o_l[None, :] == 0, b_W, 0.0), 1) * b_first
             b_EI = tl.sum(tl.where(o_l[None, :] == 0, b_WI, 0.0), 1) * b_first
             b_phi += b_E * b_M0 + b_EI * b_I0
@@ -465,10 +488,38 @@ def _segment_gradients(
         if HAS_DOC:
             b_prev = tl.load(p_doc + tl.maximum(t - 1, 0), mask=m_t, other=-1)
             b_q = tl.where(b_doc == b_prev, b_q, 0.0)
+        b_q = tl.where(b_log > -20.0, b_q, 0.0)  # where nothing is kept, q is rounding error
         tl.store(dlog + i_part * T + t, b_q, mask=m_t)
         b_dprior += tl.sum(b_z, 0)
         tl.debug_barrier()
     tl.store(dprior + i_part * NSEG + i_seg, b_dprior)
+
+
+@jit
+def _transpose_rows(
+    x, dt, beta, A, dy, v, betaT, dyT, log_alpha,
+    x_b, x_t, x_h, x_p, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, beta_p, dy_b, dy_t, dy_h, dy_p,
+    T, TP, H, P, BT: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """v = dt x, beta and dy as float32 [b, h, p, TP], and log alpha [b, h, TP], zero from T on."""
+    i_bh = tl.program_id(1).to(tl.int64)
+    b = i_bh // H
+    h = i_bh % H
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    o_p = tl.arange(0, BP)
+    m_t = t < T
+    m_p = (o_p < P)[None, :]
+    m = m_t[:, None] & m_p
+    b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
+    tl.store(log_alpha + i_bh * TP + t, -tl.load(A + h) * b_dt, mask=t < TP)
+    o_out = (i_bh * P + o_p[:, None]) * TP + t[None, :]
+    m_out = (o_p < P)[:, None] & (t < TP)[None, :]
+    b_x = tl.load(x + b * x_b + t[:, None] * x_t + h * x_h + o_p[None, :] * x_p, mask=m, other=0.0)
+    tl.store(v + o_out, tl.trans(b_x.to(tl.float32) * b_dt[:, None]), mask=m_out)
+    b_u = tl.load(beta + b * beta_b + t[:, None] * beta_t + h * beta_h + o_p[None, :] * beta_p, mask=m, other=0.0)
+    tl.store(betaT + o_out, tl.trans(b_u.to(tl.float32)), mask=m_out)
+    b_dy = tl.load(dy + b * dy_b + t[:, None] * dy_t + h * dy_h + o_p[None, :] * dy_p, mask=m, other=0.0)
+    tl.store(dyT + o_out, tl.trans(b_dy.to(tl.float32)), mask=m_out)
 
 
 @jit
@@ -510,8 +561,8 @@ def _reduce_rows(
 
 
 @jit
-def _reduce_heads(part, total, H, SIZE, BLOCK: tl.constexpr, FIRST: tl.constexpr):
-    """total [b, SIZE] (+)= sum over h of part [b, h, SIZE], SIZE = t n."""
+def _reduce_heads(part, total, H, PART_SIZE, SIZE, BLOCK: tl.constexpr, FIRST: tl.constexpr):
+    """total [b, SIZE] (+)= sum over h of part [b, h, PART_SIZE], of which the first SIZE = t n count."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1).to(tl.int64)
     m = o < SIZE
@@ -519,7 +570,7 @@ def _reduce_heads(part, total, H, SIZE, BLOCK: tl.constexpr, FIRST: tl.constexpr
     if not FIRST:
         b_sum = tl.load(total + b * SIZE + o, mask=m, other=0.0)
     for h in range(H):
-        b_sum += tl.load(part + (b * H + h) * SIZE + o, mask=m, other=0.0)
+        b_sum += tl.load(part + (b * H + h) * PART_SIZE + o, mask=m, other=0.0)
     tl.store(total + b * SIZE + o, b_sum, mask=m)
 
 
@@ -536,6 +587,21 @@ def _dot_types(x: Tensor) -> dict:
     if x.dtype == torch.bfloat16:
         return {"DOT": tl.bfloat16, "PRECISION": "tf32"}
     return {"DOT": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "ieee"}
+
+
+def _tuned_fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
+    """Whether `gluon_scan.py`, measured on Hopper alone, takes these arguments."""
+    return (
+        TUNED_AVAILABLE
+        and USE_TUNED
+        and x.is_cuda
+        and x.dtype == torch.bfloat16
+        and x.stride(-1) == 1
+        and beta.stride(-1) == 1
+        and B.shape[3] == STATE_SIZE
+        and x.shape[3] in (32, 64, 128)
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
 
 
 def _states(x, dt, A, B, beta, initial_state, doc, segment, heads_per_group):
@@ -577,52 +643,117 @@ def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance)
     states, _ = _states(x, dt, A, B, beta, initial_state, doc, FORWARD_SEGMENT, heads // groups)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     variance = torch.empty(x.shape if return_variance else (0,), dtype=torch.float32, device=x.device)
-    BP = 8
-    segments = states.shape[2] - 1
-    _read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, dt if doc is None else doc, states, y, variance,
-        *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3], *C.stride()[:3],
-        time, heads, heads // groups, head_dim, state_size, segments, FORWARD_SEGMENT,
-        BP=BP, BN=_power_of_two(state_size), HAS_DOC=doc is not None, HAS_VAR=return_variance,
-        FAST=not _INTERPRET, num_warps=1,
-    )  # fmt: skip
+    segments, documents = states.shape[2] - 1, dt if doc is None else doc
+    sizes = (time, heads, heads // groups, head_dim)
+    if not return_variance and _tuned_fits(x, beta, B):
+        BP = 16
+        read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
+            x, dt, beta, A, B, C, I_prior, documents, states, y,
+            *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3],
+            *sizes, segments, FORWARD_SEGMENT,
+            BP=BP, R=4, KC=8, HAS_DOC=doc is not None, num_warps=1,
+        )  # fmt: skip
+    else:
+        BP = 8
+        _read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
+            x, dt, beta, A, B, C, I_prior, documents, states, y, variance,
+            *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3], *C.stride()[:3],
+            *sizes, state_size, segments, FORWARD_SEGMENT,
+            BP=BP, BN=_power_of_two(state_size), HAS_DOC=doc is not None, HAS_VAR=return_variance,
+            FAST=not _INTERPRET, num_warps=1,
+        )  # fmt: skip
     return y, states[:, :, -1].clone(), variance
 
 
-def _backward_heads(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients, h0, h1, g, first):
-    """Add the gradients that heads h0 to h1, all of group g, contribute."""
+def _backward_heads(
+    x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients, heads, group, first, tuned
+):
+    """Write or, for dB and dC of the group, add what these heads, a slice within one group, contribute."""
     dx, ddt, dA, dB, dC, dbeta, dprior, dinitial = gradients
-    x, dt, beta, A, I_prior = x[:, :, h0:h1], dt[:, :, h0:h1], beta[:, :, h0:h1], A[h0:h1], I_prior[h0:h1]
-    B, C = B[:, :, g : g + 1], C[:, :, g : g + 1]
-    batch, time, heads, head_dim = x.shape
+    x, dt, beta, dy, dx, ddt, dbeta = (v[:, :, heads] for v in (x, dt, beta, dy, dx, ddt, dbeta))
+    dvar = dy if dvar is None else dvar[:, :, heads]
+    A, I_prior, dA, dprior = A[heads], I_prior[heads], dA[heads], dprior[heads]
+    B, C = B[:, :, group : group + 1], C[:, :, group : group + 1]
+    batch, time, n_heads, head_dim = x.shape
     state_size = B.shape[3]
-    segment, has_doc, has_var = BACKWARD_SEGMENT, doc is not None, dvar is not None
-    xT, betaT = (v.permute(0, 2, 3, 1).contiguous() for v in (x, beta))
-    dyT = dy[:, :, h0:h1].permute(0, 2, 3, 1).contiguous()
-    dvarT = dvar[:, :, h0:h1].permute(0, 2, 3, 1).contiguous() if has_var else dyT
-    initial = None if initial_state is None else initial_state[:, h0:h1]
-    states, decay = _states(
-        xT.permute(0, 3, 1, 2), dt, A, B, betaT.permute(0, 3, 1, 2), initial, doc, segment, heads
-    )
+    documents = dt if doc is None else doc
+    initial = None if initial_state is None else initial_state[:, heads]
+    states, decay = _states(x, dt, A, B, beta, initial, doc, BACKWARD_SEGMENT, n_heads)
     segments = decay.shape[2]
     adjoints = torch.empty_like(states)
     if dfinal is None:
         adjoints[:, :, -1].zero_()
     else:
-        adjoints[:, :, -1].copy_(dfinal[:, h0:h1])
+        adjoints[:, :, -1].copy_(dfinal[:, heads])
     BP = 8
-    fast = not _INTERPRET
-    _segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * heads)](
-        xT, dt, betaT, A, B, C, I_prior, dyT, dvarT, doc if has_doc else dt, states, adjoints,
-        *dt.stride(), *B.stride()[:3], *C.stride()[:3],
-        time, heads, heads, head_dim, state_size, segments, segment,
-        BP=BP, BN=_power_of_two(state_size), HAS_DOC=has_doc, HAS_VAR=has_var, FAST=fast, num_warps=1,
-    )  # fmt: skip
+    flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
+    grid = (triton.cdiv(head_dim, BP), segments, batch * n_heads)
+    if tuned:
+        segment_adjoints[grid](
+            x, dt, beta, A, B, C, I_prior, dy, documents, states, adjoints,
+            *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
+            time, n_heads, n_heads, head_dim, segments, BACKWARD_SEGMENT,
+            BP=BP, R=4, KC=8, HAS_DOC=doc is not None, num_warps=1,
+        )  # fmt: skip
+    else:
+        _segment_adjoints[grid](
+            x, dt, beta, A, B, C, I_prior, dy, dvar, documents, states, adjoints,
+            *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3], *C.stride()[:3], *dy.stride(),
+            *dvar.stride(), time, n_heads, n_heads, head_dim, state_size, segments, BACKWARD_SEGMENT,
+            BP=BP, BN=_power_of_two(state_size), **flags, num_warps=1,
+        )  # fmt: skip
     _pass(adjoints, decay, reverse=True)
     if dinitial is not None:
-        dinitial[:, h0:h1].copy_(adjoints[:, :, 0])
+        dinitial[:, heads].copy_(adjoints[:, :, 0])
+    arguments = (x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior)
+    keys = _gradients_tuned(*arguments) if tuned else _gradients_portable(*arguments, dvar, flags)
+    for part, total in zip(keys, (dB, dC), strict=True):
+        part_size, size, block = part[0, 0].numel(), total[0].numel(), 1024
+        _reduce_heads[(triton.cdiv(size, block), batch)](
+            part, total, n_heads, part_size, size, BLOCK=block, FIRST=first, num_warps=4
+        )
 
-    BN = min(64, max(16, _power_of_two(state_size)))
+
+def _gradients_tuned(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior):
+    """Step 5 through `gluon_scan.py`; returns dB and dC `[b, h, segments S, n]`."""
+    batch, time, heads, head_dim = x.shape
+    state_size, segments = B.shape[3], states.shape[2] - 1
+    padded = segments * BACKWARD_SEGMENT
+    rows = x.new_empty(3, batch, heads, head_dim, padded, dtype=torch.float32)
+    log_alpha = x.new_empty(batch, heads, padded, dtype=torch.float32)
+    BT = 64
+    _transpose_rows[(padded // BT, batch * heads)](
+        x, dt, beta, A, dy, *rows, log_alpha,
+        *x.stride(), *dt.stride(), *beta.stride(), *dy.stride(),
+        time, padded, heads, head_dim, BT=BT, BP=_power_of_two(head_dim), num_warps=4,
+    )  # fmt: skip
+    documents = dt
+    if doc is not None:
+        documents = torch.cat((doc, doc[:, -1:].expand(-1, padded - time)), 1)
+    starts = torch.empty_like(states[:, :, 1:])
+    parts = x.new_empty(batch, heads, segments, head_dim, 128, dtype=torch.float32)
+    keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
+    scalars = x.new_empty(2, batch, heads, segments, dtype=torch.float32)
+    segment_gradients[(segments, batch * heads)](
+        x, *rows, log_alpha, dt, A, B, C, I_prior, documents, states, starts, adjoints, parts,
+        dx, dbeta, ddt, *keys, *scalars,
+        *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], *dx.stride()[:3], *ddt.stride(),
+        time, padded, heads, heads, segments,
+        S=BACKWARD_SEGMENT, P=head_dim, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    dA.copy_(scalars[0].sum((0, 2)))
+    dprior.copy_(scalars[1].sum((0, 2)))
+    return keys
+
+
+def _gradients_portable(
+    x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, dvar, flags
+):
+    """Step 5 in plain Triton; returns dB and dC `[b, h, t, n]`."""
+    batch, time, heads, head_dim = x.shape
+    state_size, segments = B.shape[3], states.shape[2] - 1
+    xT, betaT, dyT, dvarT = (v.permute(0, 2, 3, 1).contiguous() for v in (x, beta, dy, dvar))
+    BN = min(KEY_BLOCK, max(16, _power_of_two(state_size)))
     blocks = triton.cdiv(state_size, BN)
     starts = torch.empty_like(states[:, :, 1:])
     rows = x.new_empty(2, blocks, batch, heads, head_dim, time, dtype=torch.float32)
@@ -630,26 +761,23 @@ def _backward_heads(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfina
     dlog = x.new_empty(blocks, batch, heads, time, dtype=torch.float32)
     dprior_part = x.new_empty(blocks, batch, heads, segments, dtype=torch.float32)
     _segment_gradients[(blocks, segments, batch * heads)](
-        xT, dt, betaT, A, B, C, I_prior, dyT, dvarT, doc if has_doc else dt, states, starts, adjoints,
-        rows[0], rows[1], keys[0], keys[1], dlog, dprior_part,
+        xT, dt, betaT, A, B, C, I_prior, dyT, dvarT, dt if doc is None else doc, states, starts, adjoints,
+        *rows, *keys, dlog, dprior_part,
         *dt.stride(), *B.stride()[:3], *C.stride()[:3],
         time, batch, heads, heads, head_dim, state_size, segments,
-        S=segment, L=SUB_CHUNK, BP=min(32, max(16, _power_of_two(head_dim))), BN=BN,
-        HAS_DOC=has_doc, HAS_VAR=has_var, FAST=fast, **_dot_types(x), num_warps=1, num_stages=1,
+        S=BACKWARD_SEGMENT, L=SUB_CHUNK, BP=min(32, max(16, _power_of_two(head_dim))), BN=BN,
+        **flags, **_dot_types(x), num_warps=1, num_stages=1,
     )  # fmt: skip
     BT = 64
     dA_part = x.new_empty(batch, heads, triton.cdiv(time, BT), dtype=torch.float32)
-    dx, dbeta, ddt = dx[:, :, h0:h1], dbeta[:, :, h0:h1], ddt[:, :, h0:h1]
     _reduce_rows[(triton.cdiv(time, BT), batch * heads)](
-        xT, dt, A, rows[0], rows[1], dlog, dx, ddt, dbeta, dA_part,
+        xT, dt, A, *rows, dlog, dx, ddt, dbeta, dA_part,
         *dt.stride(), *dx.stride()[:3], *ddt.stride(),
         time, heads, head_dim, blocks, batch * heads, BT=BT, BP=_power_of_two(head_dim), num_warps=4,
     )  # fmt: skip
-    dA[h0:h1] = dA_part.sum((0, 2))
-    dprior[h0:h1] = dprior_part.sum((0, 1, 3))
-    size, block = time * state_size, 1024
-    for part, total in zip(keys, (dB, dC), strict=True):
-        _reduce_heads[(triton.cdiv(size, block), batch)](part, total, heads, size, BLOCK=block, FIRST=first, num_warps=4)
+    dA.copy_(dA_part.sum((0, 2)))
+    dprior.copy_(dprior_part.sum((0, 1, 3)))
+    return keys
 
 
 def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar):
@@ -660,9 +788,12 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
     dA, dprior = torch.empty_like(A, dtype=torch.float32), torch.empty_like(I_prior, dtype=torch.float32)
     dinitial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     dB, dC = (torch.empty(B.shape, dtype=B.dtype, device=x.device) for _ in range(2))
+    tuned = dvar is None and _tuned_fits(x, beta, B)
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     # bytes of temporary tensors for each head: states, adjoints, scratch; transposed copies; partial results
     state_bytes = 3 * 2 * 4 * head_dim * state_size * (triton.cdiv(time, BACKWARD_SEGMENT) + 1)
-    row_bytes = time * head_dim * (3 * x.element_size() + 2 * 4 * triton.cdiv(state_size, 64))
+    row_values = 5 if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
+    row_bytes = int(4 * time * head_dim * row_values)
     per_head = batch * (state_bytes + row_bytes + 2 * 4 * time * state_size)
     heads_per_group = heads // groups
     launches = triton.cdiv(heads_per_group, max(1, WORKSPACE_BYTES // per_head))
@@ -676,7 +807,7 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
             gradients = (dx, ddt, dA, group_dB, group_dC, dbeta, dprior, dinitial)
             _backward_heads(
                 x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients,
-                h0, min(h0 + step, end), g, first=h0 == g * heads_per_group,
+                slice(h0, min(h0 + step, end)), g, first=h0 == g * heads_per_group, tuned=tuned,
             )  # fmt: skip
         dB[:, :, g] = group_dB
         dC[:, :, g] = group_dC
@@ -734,9 +865,7 @@ def _scan_backward(
     dvariance: Tensor | None,
 ) -> list[Tensor]:
     rows = _zeros_like_rows(x) if beta is None else beta
-    *gradients, dinitial = _backward(
-        x, dt, A, B, C, rows, I_prior, initial_state, documents, dy, dfinal, dvariance
-    )
+    *gradients, dinitial = _backward(x, dt, A, B, C, rows, I_prior, initial_state, documents, dy, dfinal, dvariance)
     return gradients if dinitial is None else [*gradients, dinitial]
 
 
@@ -763,9 +892,7 @@ def _autograd_backward(ctx, dy, dfinal, dvariance):
     x, dt, A, B, C, beta, I_prior, initial_state, documents = ctx.saved_tensors
     dy = x.new_zeros(1).expand(x.shape) if dy is None else dy
     dvariance = dvariance if ctx.return_variance else None
-    gradients = _scan_backward_op(
-        x, dt, A, B, C, beta, I_prior, initial_state, documents, dy, dfinal, dvariance
-    )
+    gradients = _scan_backward_op(x, dt, A, B, C, beta, I_prior, initial_state, documents, dy, dfinal, dvariance)
     dx, ddt, dA, dB, dC, dbeta, dprior = gradients[:7]
     dinitial = None if initial_state is None else gradients[7]
     return dx, ddt, dA, dB, dC, None if beta is None else dbeta, dprior, dinitial, None, None
@@ -807,7 +934,5 @@ def palimpsa_scan_triton(
     """
     documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
     B, C = (v if v.stride(-1) == 1 else v.contiguous() for v in (B, C))
-    y, final_state, variance = _scan_op(
-        x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance
-    )
+    y, final_state, variance = _scan_op(x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance)
     return y, final_state if return_final_state else None, variance if return_variance else None
