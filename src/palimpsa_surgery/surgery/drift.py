@@ -52,7 +52,7 @@ def largest_importance(gate: Tensor, dt: Tensor, decay_rate: Tensor, keys: Tenso
     groups = keys.shape[2]
     beta = (gate.float() * dt[..., None]).unflatten(2, (groups, -1))[..., None]  # [B, T, G, H/G, P, 1]
     alpha = torch.exp(-decay_rate * dt).unflatten(2, (groups, -1))[..., None, None]  # [B, T, G, H/G, 1, 1]
-    squares = keys.float().square()[:, :, :, None, None]  # [B, T, G, 1, 1, N]
+    squares = keys.float().square().contiguous()[:, :, :, None, None]  # [B, T, G, 1, 1, N]; read T times below
     importance = torch.zeros(torch.broadcast_shapes(beta[:, 0].shape, squares[:, 0].shape), device=beta.device)
     largest = torch.zeros_like(importance)
     for t in range(beta.shape[1]):  # one state at a time: all of them would not fit

@@ -19,7 +19,7 @@ PAPER_B_SCALE = (0.1, 1.0)
 """Range from which the paper draws b_scale for fine-tuning."""
 
 _B_SCALE_UNSEEN = 1.0  # the paper's value for training from scratch, for heads that wrote nothing on the sample
-_B_SCALE_LIMIT = 10.0  # a head that hardly wrote on the sample may do so on other text
+_B_SCALE_LIMIT = 1000.0  # a head that hardly writes on the sample may do so on other text
 _MARGIN = 0.99  # of the target: later layers' inputs move a little once earlier layers have importance
 
 
