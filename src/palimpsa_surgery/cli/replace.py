@@ -51,7 +51,7 @@ def replace(
 
     \b
     Examples:
-      palimpsa-surgery replace tiny-mamba2 --analysis windows --top-k 4 --output hybrid
+      palimpsa-surgery replace tiny-mamba2 --analysis windows --top-k 4 --output out
       palimpsa-surgery replace tiny-mamba2 --top-k 0 --output control
     """
     from palimpsa_surgery.cli.console import console, print_path
