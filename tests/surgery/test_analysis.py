@@ -289,3 +289,12 @@ def test_windows_are_short_to_print(window, text):
 def test_an_analysis_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_analysis([3]).tokens = 4
+
+
+def test_a_model_that_overflows_is_named(make_checkpoint, text_file, tmp_path):
+    def explode(model):
+        model.backbone.layers[1].norm.weight.fill_(3e38)
+
+    with pytest.raises(UserError, match=r"model .* layer 1 has time steps that are NaN, infinite or negative"):
+        analyze(make_checkpoint(explode), text_file, tmp_path / "a", max_tokens=50, sequence_length=50)
+    assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ def analyze(
 
     \b
     Examples:
-      palimpsa-surgery analyze tiny-mamba2 --data text.txt --output windows
+      palimpsa-surgery analyze mamba2 --data text.txt --output windows
       palimpsa-surgery analyze hybrid --data a.jsonl b.parquet --output windows
     """
     from palimpsa_surgery.cli.console import console, print_path

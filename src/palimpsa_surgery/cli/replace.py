@@ -51,8 +51,8 @@ def replace(
 
     \b
     Examples:
-      palimpsa-surgery replace tiny-mamba2 --analysis windows --top-k 4 --output out
-      palimpsa-surgery replace tiny-mamba2 --top-k 0 --output control
+      palimpsa-surgery replace mamba2 --analysis windows --top-k 8 --output hybrid
+      palimpsa-surgery replace mamba2 --top-k 0 --output control
     """
     from palimpsa_surgery.cli.console import console, print_path
     from palimpsa_surgery.surgery import replacement as library

@@ -275,15 +275,20 @@ def analyze(
     sample: list[tuple[int, ...]] = []
     batches = _batches(chain([first], blocks), batch_size)
     total = None if max_tokens is None else math.ceil(max_tokens / sequence_length / batch_size)
-    with (
-        torch.inference_mode(),
-        observing(network, lambda layer, seen: statistics.update(layer, seen["dt"], seen["A"])),
-    ):
+
+    def observer(layer: int, seen: dict[str, torch.Tensor | None]) -> None:
+        try:
+            statistics.update(layer, seen["dt"], seen["A"])
+        except ValueError as error:
+            raise UserError(f"model {source.name}: {error}") from error
+
+    with torch.inference_mode(), observing(network, observer):
         for batch in track(batches, "measuring windows", total):
             try:
                 network.backbone(torch.tensor(batch, device=where), use_cache=False)
-            except ValueError as error:
-                raise UserError(f"model {source.name}: {error}") from error
+            except torch.OutOfMemoryError:
+                size = f"{len(batch)} sequences of {len(batch[0])} tokens"
+                raise UserError(f"{where} has too little memory for {size}; ask for fewer or shorter ones") from None
             for block in batch:
                 row = tuple(block[: SAMPLE_TOKENS - sum(map(len, sample))])
                 if len(row) >= 2:
