@@ -1,10 +1,12 @@
 import dataclasses
+import io
 import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from safetensors.torch import load_file
 
 from helpers import assert_close, relative_error
@@ -13,6 +15,7 @@ from palimpsa_surgery.surgery.analysis import Analysis, analyze
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
 from palimpsa_surgery.surgery.drift import measure_drift
 from palimpsa_surgery.surgery.initialisation import calibrate_scales, draw_importance, inverse_softplus
+from palimpsa_surgery.surgery.plots import replacement_report
 from palimpsa_surgery.surgery.replacement import add_palimpsa_layers, replace
 
 SHORT = "In the beginning God created the heaven and the earth. And the earth was without form, and void." * 2
@@ -415,3 +418,20 @@ def test_an_output_that_is_not_empty_is_refused_and_then_replaced(small_checkpoi
     replace(small_checkpoint, tmp_path, top_k=0, overwrite=True)
     assert not (tmp_path / "keep").exists()
     assert (tmp_path / "config.json").exists()
+
+
+def test_the_report_says_when_the_papers_score_differs(small_checkpoint, small_analysis):
+    measured = Analysis.load(small_analysis)
+    longest, other = measured.top_layers(2)
+
+    def report(score):
+        layers = tuple(dataclasses.replace(layer, paper_median_window=score(layer)) for layer in measured.layers)
+        changed = dataclasses.replace(measured, layers=layers)
+        done = replace(small_checkpoint, analysis=changed, top_k=1, init="paper", dry_run=True)
+        printed = io.StringIO()
+        Console(width=80, file=printed).print(replacement_report(done))
+        return printed.getvalue()
+
+    assert "paper's score" not in report(lambda layer: layer.median_window)
+    differing = report(lambda layer: 1e6 if layer.layer == other else layer.median_window)
+    assert f"The paper's score would select layer {other} instead of layer {longest}." in differing

@@ -65,12 +65,17 @@ def window_table(analysis: "Analysis", selected: Collection[int] = ()) -> Table:
 
 
 def selection_note(analysis: "Analysis", k: int) -> str:
-    """Which `k` layers have the longest windows, and whether the paper's score (A.10) would choose others."""
+    """Which `k` layers have the longest windows, and whether the paper's score (A.10) would select others."""
+    paper = _paper_note(analysis, k) or "The paper's score selects the same."
+    return f"Longest windows: {_count(analysis.top_layers(k))}. {paper}"
+
+
+def _paper_note(analysis: "Analysis", k: int) -> str | None:
+    """How the paper's top `k` differ from ours, or None if they are the same."""
     ours, paper = (set(analysis.top_layers(k, paper=paper)) for paper in (False, True))
-    note = f"Longest windows: {_count(ours)}."
     if ours == paper:
-        return f"{note} The paper's score selects the same."
-    return f"{note} The paper's score would select {_count(paper - ours)} instead of {_count(ours - paper)}."
+        return None
+    return f"The paper's score would select {_count(paper - ours)} instead of {_count(ours - paper)}."
 
 
 def _count(layers: Collection[int]) -> str:
@@ -121,6 +126,9 @@ def replacement_report(done: "Replacement") -> Group:
     if done.layers and done.analysis is not None:
         windows = (format_window(done.analysis.median_windows[layer]) for layer in done.layers)
         lines.append(f"median windows: {', '.join(windows)} tokens")
+        by_length = set(done.layers) == set(done.analysis.top_layers(len(done.layers)))
+        if by_length and (note := _paper_note(done.analysis, len(done.layers))):
+            lines.append(note)
     if done.init:
         settings = (f"{name} {value}" for name, value in done.init.items() if name != "kind")
         lines.append(f"init: {done.init['kind']}, {', '.join(settings)}")
