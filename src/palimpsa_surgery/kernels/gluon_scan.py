@@ -26,7 +26,9 @@ except (ImportError, AttributeError):  # no triton, or a version whose Gluon dif
         return function
 
 
-STATE_SIZE = 128  # the only key dimension this kernel is built for: 4 warps of 32
+# The dimensions that these kernels are built for, those of every released Mamba2: 4 warps of 32 keys, and adjoints
+# of 64 rows that leave room for two programs in a multiprocessor's shared memory.
+HEAD_DIM, STATE_SIZE = 64, 128
 NUM_WARPS = 4
 
 
@@ -57,17 +59,17 @@ def _lane_xor_4(x):
 
 
 @jit
-def _lane_sums(x):
-    """[128 n, 16 t] to [4 warps, 8 lane rows, 16 t]: sums over the four n that a lane holds."""
-    x = gl.reshape(x, [2, 4, 2, 8, 16])  # n = 64 a + 16 warp + 8 b + lane row
-    x = gl.reshape(gl.permute(x, (1, 3, 4, 0, 2)), [4, 8, 16, 4])
+def _lane_sums(x, NW: gl.constexpr):
+    """[128 n, 16 t] to [NW warps, 8 lane rows, 16 t]: sums over the n that a lane holds."""
+    x = gl.reshape(x, [8 // NW, NW, 2, 8, 16])  # n = 16 (NW a + warp) + 8 b + lane row
+    x = gl.reshape(gl.permute(x, (1, 3, 4, 0, 2)), [NW, 8, 16, 16 // NW])
     return gl.sum(x, 3)
 
 
 @jit
-def _columns(x, LF: gl.constexpr):
-    """[4, 8, 16 t] to the four registers of a lane, each [4, 8, 4]: t = 2 c + par + 8 hi as x[hi][par]."""
-    x = gl.reshape(x, [4, 8, 2, 4, 2])
+def _columns(x, NW: gl.constexpr, LF: gl.constexpr):
+    """[NW, 8, 16 t] to the four registers of a lane, each [NW, 8, 4]: t = 2 c + par + 8 hi as x[hi][par]."""
+    x = gl.reshape(x, [NW, 8, 2, 4, 2])
     even, odd = gl.split(x)
     e0, e1 = gl.split(gl.permute(even, (0, 1, 3, 2)))
     o0, o1 = gl.split(gl.permute(odd, (0, 1, 3, 2)))
@@ -86,10 +88,10 @@ def _exchange(a, b, upper):
 
 
 @jit
-def _sum_over_lanes(a, b, g, LF: gl.constexpr):
-    """Sum a and b [4, 8, 16 t] over the lane rows; lane row g gets t = 2 c + (g & 1) + 4 (g & 2) of b if g & 4 else a."""
-    a00, a01, a10, a11 = _columns(a, LF)
-    b00, b01, b10, b11 = _columns(b, LF)
+def _sum_over_lanes(a, b, g, NW: gl.constexpr, LF: gl.constexpr):
+    """Sum a and b [NW, 8, 16 t] over the lane rows g; row g gets t = 2 c + (g & 1) + 4 (g & 2) of b if g & 4 else a."""
+    a00, a01, a10, a11 = _columns(a, NW, LF)
+    b00, b01, b10, b11 = _columns(b, NW, LF)
     up = (g & 4) != 0
     k00, s00 = _exchange(a00, b00, up)
     k01, s01 = _exchange(a01, b01, up)
@@ -118,9 +120,9 @@ def _first_column(x, LX: gl.constexpr):
 
 
 @jit
-def _keys(p_B, t, T, B_t, mma: gl.constexpr):
+def _keys(p_B, t, T, B_t, NW: gl.constexpr, mma: gl.constexpr):
     """B or C [t, n] of 16 tokens as [128 n, 16 t] in the accumulators' layout, zero past the end."""
-    LB: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    LB: gl.constexpr = gl.BlockedLayout([1, 16 // NW * 2], [NW // 2, 64 // NW], [NW, 1], [1, 0])
     o_t = t + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, LB)), 1)
     o_n = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, LB)), 0)
     b_B = gl.load(p_B + o_t * B_t + o_n, mask=o_t < T, other=0.0)
@@ -294,55 +296,67 @@ def segment_adjoints(
 
 @jit
 def segment_gradients(
-    x, v, beta, dy, log_alpha, dt, A, B, C, prior, doc, states, starts, adjoints, parts,
+    x, v, beta, dy, log_alpha, dt, A, B, C, prior, doc, states, adjoints, starts, parts,
     dx, dbeta, ddt, dB, dC, dA, dprior,
     x_b, x_t, x_h, dt_b, dt_t, dt_h, B_b, B_t, B_g, C_b, C_t, C_g, g_b, g_t, g_h, ddt_b, ddt_t, ddt_h,
-    T, TP, H, HPG, NSEG,
-    S: gl.constexpr, P: gl.constexpr, HAS_DOC: gl.constexpr,
+    T, TP, H, HPG, NSEG, TILES,
+    S: gl.constexpr, P: gl.constexpr, NW: gl.constexpr, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of one segment and one head, sub-chunk by sub-chunk from the last.
+    """All gradients of one segment and one head at a time, sub-chunk by sub-chunk from the last.
 
     v = dt x, beta and dy are float32 [b, h, p, TP], log_alpha is [b, h, TP], doc [b, TP], TP = NSEG S, padded with
     zeros (doc: with its last value). Slot k + 1 of adjoints is the adjoint after segment k and is overwritten;
-    starts [b, h, NSEG, 2, p, n] and parts [b, h, NSEG, p, 4, 32] are scratch. x is in its own strides, dx and dbeta
-    in strides g_*. dB, dC [b, h, TP, n], dA and dprior [b, h, NSEG] are partial results.
+    starts [programs, S / 16, 2, p, n] and parts [programs, p, NW, 32] are scratch. The programs share the
+    TILES = b h NSEG segments out among them. x is in its own strides, dx and dbeta in strides g_*. dB, dC [b, h, TP, n], dA and dprior [b, h, NSEG] are partial results.
     """
     N: gl.constexpr = 128
     L: gl.constexpr = 16
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
     LA: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     LBO: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     LN: gl.constexpr = gl.SliceLayout(1, mma)
     LT: gl.constexpr = gl.SliceLayout(0, mma)
     LK: gl.constexpr = gl.SliceLayout(1, LBO)
     LC: gl.constexpr = gl.SliceLayout(0, LBO)
+    W4: gl.constexpr = NW == 4
     LF: gl.constexpr = gl.DistributedLinearLayout(
-        [], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4]
+        [],
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]] if W4 else [[1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [],
+        [NW, 8, 4],
     )
     LX: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [128, 4]
+        [[8, 0], [64, 0]] if W4 else [[8, 0]],
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]] if W4 else [[16, 0], [32, 0], [64, 0]],
+        [],
+        [N, 4],
     )
-    LP: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])  # [p, t]
-    LO: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])  # [p, t], p contiguous
-
-    i_seg = gl.program_id(0).to(gl.int64)
-    i_bh = gl.program_id(1).to(gl.int64)
-    b = i_bh // H
-    h = i_bh % H
-    b_A = gl.load(A + h)
-    b_prior = gl.load(prior + h)
-    t0 = i_seg * S
-    p_B = B + b * B_b + (h // HPG) * B_g
-    p_C = C + b * C_b + (h // HPG) * C_g
-    p_doc = doc + b * TP
-    p_log = log_alpha + i_bh * TP
-    p_v = v + i_bh * P * TP
-    p_beta = beta + i_bh * P * TP
-    p_dy = dy + i_bh * P * TP
-    p_seg = states + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N
-    p_start = starts + (i_bh * NSEG + i_seg) * 2 * P * N
-    p_E = adjoints + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N
-    p_part = parts + (i_bh * NSEG + i_seg) * P * 128
+    LP: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])  # [p, t]
+    LO: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, NW], [0, 1])  # [p, t], p contiguous
+    # Shared memory in the order in which a lane reads it: its n (0, 8, 64, 72) or t (0, 1, 8, 9) side by side
+    SN: gl.constexpr = gl.SharedLinearLayout([[8], [64], [1], [2], [4], [16], [32]])
+    SPN: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 8], [0, 64], [0, 1], [0, 2], [0, 4], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
+    )
+    ST: gl.constexpr = gl.SharedLinearLayout([[1], [8], [2], [4]])
+    SPT: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 1], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0]]
+    )
+    LE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 8], [0, 64], [1, 0], [2, 0], [4, 0]] if W4 else [[0, 8], [0, 64], [1, 0], [2, 0]],
+        [[0, 1], [0, 2], [0, 4], [0, 16], [0, 32]],
+        [[8, 0], [16, 0]] if W4 else [[4, 0], [8, 0], [16, 0]],
+        [],
+        [32, N],
+    )
+    s_E = gl.allocate_shared_memory(gl.float32, [2 * P, N], SN)
+    s_start = gl.allocate_shared_memory(gl.float32, [64, N], SN)
+    s_rows = gl.allocate_shared_memory(gl.float32, [3, P, L], SPT)
+    s_E_tiles = s_E._reinterpret(gl.float32, [P // 16, 32, N], SPN)
+    s_start_tiles = s_start._reinterpret(gl.float32, [2, 32, N], SPN)
+    s_rows_t = s_rows._reinterpret(gl.float32, [3 * P, L], ST)
 
     o_n = gl.arange(0, N, layout=LN)
     o_t = gl.arange(0, L, layout=LT)
@@ -351,7 +365,7 @@ def segment_gradients(
     kk = gl.expand_dims(o_k, 1)
     cc = gl.expand_dims(o_c, 0)
     g3 = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LF))), 0), 2)
-    w3 = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LF))), 1), 2)
+    w3 = gl.expand_dims(gl.expand_dims(gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LF))), 1), 2)
     c3 = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LF))), 0), 1)
     g3 = g3 + 0 * (w3 + c3)
     o_part = (w3 * 8 + g3) * 4 + c3
@@ -363,202 +377,246 @@ def segment_gradients(
     pp = gl.expand_dims(gl.arange(0, P, layout=gl.SliceLayout(1, LP)), 1)
     pt = gl.arange(0, L, layout=gl.SliceLayout(0, LP))
     ptt = gl.expand_dims(pt, 0)
-    o_sum = pp * 128 + ((ptt // 8) * 2 + ptt % 2) * 4 + (ptt % 8) // 2
+    o_sum = pp * (NW * 32) + ((ptt // 8) * 2 + ptt % 2) * 4 + (ptt % 8) // 2
     op = gl.expand_dims(gl.arange(0, P, layout=gl.SliceLayout(1, LO)), 1)
     ot = gl.expand_dims(gl.arange(0, L, layout=gl.SliceLayout(0, LO)), 0)
+    o_s = tt * N + nn
+    o_e = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(1, LE)), 1) * N
+    o_e = o_e + gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LE)), 0)
     zero = gl.zeros([N, L], gl.float32, mma)
-    b_dprior = 0.0
-    b_dA = 0.0
-    n_sub = gl.cdiv(gl.minimum(S, T - t0), L)
-    for i in range(n_sub):
-        j = n_sub - 1 - i
-        ts = t0 + j * L
+    program = gl.program_id(0).to(gl.int64)
+    p_part = parts + program * P * NW * 32
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        i_seg = (tile % NSEG).to(gl.int64)
+        i_bh = (tile // NSEG).to(gl.int64)
+        b = i_bh // H
+        h = i_bh % H
+        b_A = gl.load(A + h)
+        b_prior = gl.load(prior + h)
+        t0 = i_seg * S
+        p_B = B + b * B_b + (h // HPG) * B_g
+        p_C = C + b * C_b + (h // HPG) * C_g
+        p_doc = doc + b * TP
+        p_log = log_alpha + i_bh * TP
+        p_v = v + i_bh * P * TP
+        p_beta = beta + i_bh * P * TP
+        p_dy = dy + i_bh * P * TP
+        p_seg = states + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N
+        p_E = adjoints + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N
+
+        n_sub = gl.cdiv(gl.minimum(S, T - t0), L)
+        # States at the sub-chunks' starts, in [n, p] tiles of 16 rows
+        m0 = gl.load(p_seg + o_s)
+        m1 = gl.load(p_seg + 16 * N + o_s)
+        m2 = gl.load(p_seg + 32 * N + o_s)
+        m3 = gl.load(p_seg + 48 * N + o_s)
+        i0 = gl.load(p_seg + P * N + o_s)
+        i1 = gl.load(p_seg + (P + 16) * N + o_s)
+        i2 = gl.load(p_seg + (P + 32) * N + o_s)
+        i3 = gl.load(p_seg + (P + 48) * N + o_s)
         b_before = 0
         if HAS_DOC:
-            b_before = gl.load(p_doc + gl.maximum(ts - 1, 0))
-
-        # The state at the sub-chunk's start: the segment's, decayed, and a product over the tokens between.
-        for p0 in gl.static_range(0, P, 32):
-            m0 = zero
-            m1 = zero
-            i0 = zero
-            i1 = zero
-            b_sum = 0.0  # log decay from the end of the tokens still to come to the sub-chunk's start
-            for k in range(j):
-                s = ts - (k + 1) * L
-                b_w = gl.zeros([L], gl.float32, LK)
-                b_all = 0.0
-                for r in gl.static_range(L):
-                    b_r = gl.load(p_log + s + r)
-                    b_w += gl.where(o_k < r, b_r, 0.0)
-                    b_all += b_r
-                b_w = gl.exp(b_w + b_sum)
-                b_sum += b_all
-                if HAS_DOC:
-                    b_w = gl.where(gl.load(p_doc + s + o_k) == b_before, b_w, 0.0)
-                b_w = gl.expand_dims(b_w, 1)
-                b_B = _keys(p_B, s, T, B_t, mma)
-                b_Bf = b_B.to(gl.float32)
-                b_B2 = gl.convert_layout((b_Bf * b_Bf).to(gl.bfloat16), LA)
-                b_B = gl.convert_layout(b_B, LA)
-                o_row = (p0 + cc) * TP + s + kk
-                m0 = mma_v2(b_B, (gl.load(p_v + o_row) * b_w).to(gl.bfloat16), m0)
-                m1 = mma_v2(b_B, (gl.load(p_v + 16 * TP + o_row) * b_w).to(gl.bfloat16), m1)
-                i0 = mma_v2(b_B2, (gl.load(p_beta + o_row) * b_w).to(gl.bfloat16), i0)
-                i1 = mma_v2(b_B2, (gl.load(p_beta + 16 * TP + o_row) * b_w).to(gl.bfloat16), i1)
-            b_keep = gl.exp(b_sum + gl.zeros([1, L], gl.float32, mma))
+            b_before = gl.load(p_doc + gl.maximum(t0 - 1, 0))
+        for j in range(n_sub):
+            p_start = starts + (program * (S // L) + j) * 2 * P * N
+            gl.store(p_start + o_s, m0)
+            gl.store(p_start + 16 * N + o_s, m1)
+            gl.store(p_start + 32 * N + o_s, m2)
+            gl.store(p_start + 48 * N + o_s, m3)
+            gl.store(p_start + P * N + o_s, i0)
+            gl.store(p_start + (P + 16) * N + o_s, i1)
+            gl.store(p_start + (P + 32) * N + o_s, i2)
+            gl.store(p_start + (P + 48) * N + o_s, i3)
+            s = t0 + j * L
+            k_w = gl.zeros([L], gl.float32, LK)
+            k_all = 0.0
+            for r in gl.static_range(L):
+                k_r = gl.load(p_log + s + r)
+                k_w += gl.where(o_k < r, k_r, 0.0)
+                k_all += k_r
+            k_w = gl.exp(k_w)
+            k_keep = gl.exp(k_all + gl.zeros([1, L], gl.float32, mma))
             if HAS_DOC:
-                b_keep = gl.where(gl.load(p_doc + gl.maximum(t0 - 1, 0)) == b_before, b_keep, 0.0)
-            o_s = (p0 + tt) * N + nn
-            gl.store(p_start + o_s, m0 + b_keep * gl.load(p_seg + o_s))
-            gl.store(p_start + 16 * N + o_s, m1 + b_keep * gl.load(p_seg + 16 * N + o_s))
-            o_s += P * N
-            gl.store(p_start + o_s, i0 + b_keep * gl.load(p_seg + o_s))
-            gl.store(p_start + 16 * N + o_s, i1 + b_keep * gl.load(p_seg + 16 * N + o_s))
+                b_last = gl.load(p_doc + s + L - 1)
+                k_w = gl.where(gl.load(p_doc + s + o_k) == b_last, k_w, 0.0)
+                k_keep = gl.where(b_before == b_last, k_keep, 0.0)
+                b_before = b_last
+            k_w = gl.expand_dims(k_w, 1)
+            k_B = _keys(p_B, s, T, B_t, NW, mma)
+            k_Bf = k_B.to(gl.float32)
+            k_B2 = gl.convert_layout((k_Bf * k_Bf).to(gl.bfloat16), LA)
+            k_B = gl.convert_layout(k_B, LA)
+            o_kc = cc * TP + s + kk
+            m0 = mma_v2(k_B, (gl.load(p_v + o_kc) * k_w).to(gl.bfloat16), m0 * k_keep)
+            m1 = mma_v2(k_B, (gl.load(p_v + 16 * TP + o_kc) * k_w).to(gl.bfloat16), m1 * k_keep)
+            m2 = mma_v2(k_B, (gl.load(p_v + 32 * TP + o_kc) * k_w).to(gl.bfloat16), m2 * k_keep)
+            m3 = mma_v2(k_B, (gl.load(p_v + 48 * TP + o_kc) * k_w).to(gl.bfloat16), m3 * k_keep)
+            i0 = mma_v2(k_B2, (gl.load(p_beta + o_kc) * k_w).to(gl.bfloat16), i0 * k_keep)
+            i1 = mma_v2(k_B2, (gl.load(p_beta + 16 * TP + o_kc) * k_w).to(gl.bfloat16), i1 * k_keep)
+            i2 = mma_v2(k_B2, (gl.load(p_beta + 32 * TP + o_kc) * k_w).to(gl.bfloat16), i2 * k_keep)
+            i3 = mma_v2(k_B2, (gl.load(p_beta + 48 * TP + o_kc) * k_w).to(gl.bfloat16), i3 * k_keep)
         _barrier()
 
-        # Decays: D [s, t] as an operand [k, c], and the same with tokens and keys exchanged for the adjoints
-        b_D = gl.zeros([L, L], gl.float32, LBO)
-        b_DT = gl.zeros([L, L], gl.float32, LBO)
-        b_in = gl.zeros([L], gl.float32, LT)
-        b_out = gl.zeros([L], gl.float32, LT)
-        for r in gl.static_range(L):
-            b_r = gl.load(p_log + ts + r)
-            b_D += gl.where((kk < r) & (cc >= r), b_r, 0.0)
-            b_DT += gl.where((cc < r) & (kk >= r), b_r, 0.0)
-            b_in += gl.where(o_t >= r, b_r, 0.0)
-            b_out += gl.where(o_t < r, b_r, 0.0)
-        b_D = gl.where(cc >= kk, gl.exp(b_D), 0.0)
-        b_DT = gl.where(kk >= cc, gl.exp(b_DT), 0.0)
-        b_in = gl.exp(b_in)
-        b_out = gl.exp(b_out)
-        b_first = gl.exp(gl.load(p_log + ts + gl.zeros([N, 4], gl.int32, LX)))
-        if HAS_DOC:
-            same = gl.expand_dims(gl.load(p_doc + ts + o_k), 1) == gl.expand_dims(gl.load(p_doc + ts + o_c), 0)
-            b_D = gl.where(same, b_D, 0.0)
-            b_DT = gl.where(same, b_DT, 0.0)
-            b_doc = gl.load(p_doc + ts + o_t)
-            b_in = gl.where(b_doc == b_before, b_in, 0.0)
-            b_out = gl.where(b_doc == gl.load(p_doc + ts + L - 1), b_out, 0.0)
-            b_first = gl.where(gl.load(p_doc + ts) == b_before, b_first, 0.0)
-        b_DT = b_DT.to(gl.bfloat16)
-        b_in = gl.expand_dims(b_in, 0)
-        b_out = gl.expand_dims(b_out, 0)
-        b_B = _keys(p_B, ts, T, B_t, mma)
-        b_C = _keys(p_C, ts, T, C_t, mma).to(gl.float32)
-        b_Bf = b_B.to(gl.float32)
-        b_B2f = b_Bf * b_Bf
-        b_B2 = gl.convert_layout(b_B2f.to(gl.bfloat16), LA)
-        b_B = gl.convert_layout(b_B, LA)
+        b_dprior = 0.0
+        b_dA = 0.0
+        for i in range(n_sub):
+            j = n_sub - 1 - i
+            ts = t0 + j * L
+            b_before = 0
+            if HAS_DOC:
+                b_before = gl.load(p_doc + gl.maximum(ts - 1, 0))
 
-        b_dC = zero
-        b_dB = zero
-        b_dB2 = zero
-        b_z = _lane_sums(zero)
-        b_phi = gl.zeros([N, 4], gl.float32, LX)
-        p_vt = p_v + ts
-        p_bt = p_beta + ts
-        p_dt_ = p_dy + ts
-        n_v = gl.load(p_vt + o_t)
-        n_u = gl.load(p_bt + o_t)
-        n_dy = gl.load(p_dt_ + o_t)
-        n_M0 = gl.load(p_start + o_n)
-        n_I0 = gl.load(p_start + P * N + o_n)
-        n_E = gl.load(p_E + o_n)
-        n_EI = gl.load(p_E + P * N + o_n)
-        for p in range(P):
-            b_v = n_v
-            b_u = n_u
-            b_dy = gl.expand_dims(n_dy, 0)
-            b_M0 = n_M0
-            b_I0 = n_I0
-            b_E = n_E
-            b_EI = n_EI
-            q = gl.minimum(p + 1, P - 1)
-            n_v = gl.load(p_vt + q * TP + o_t)
-            n_u = gl.load(p_bt + q * TP + o_t)
-            n_dy = gl.load(p_dt_ + q * TP + o_t)
-            n_M0 = gl.load(p_start + q * N + o_n)
-            n_I0 = gl.load(p_start + (P + q) * N + o_n)
-            n_E = gl.load(p_E + q * N + o_n)
-            n_EI = gl.load(p_E + (P + q) * N + o_n)
+            # All loads before the first store: their latencies overlap
+            e0 = gl.load(p_E + o_e)
+            e1 = gl.load(p_E + 32 * N + o_e)
+            e2 = gl.load(p_E + 64 * N + o_e)
+            e3 = gl.load(p_E + 96 * N + o_e)
+            o_row = pp * TP + ts + ptt
+            b_rows = gl.load(p_v + o_row)
+            b_rows_u = gl.load(p_beta + o_row)
+            b_rows_dy = gl.load(p_dy + o_row)
+            s_E_tiles.index(0).store(e0)
+            s_E_tiles.index(1).store(e1)
+            s_E_tiles.index(2).store(e2)
+            s_E_tiles.index(3).store(e3)
+            s_rows.index(0).store(b_rows)
+            s_rows.index(1).store(b_rows_u)
+            s_rows.index(2).store(b_rows_dy)
+            p_start = starts + (program * (S // L) + j) * 2 * P * N
 
-            k_v = gl.expand_dims(gl.convert_layout(b_v, LK, assert_trivial=True), 1)
-            k_u = gl.expand_dims(gl.convert_layout(b_u, LK, assert_trivial=True), 1)
-            b_v = gl.expand_dims(b_v, 0)
-            b_u = gl.expand_dims(b_u, 0)
-            b_M = mma_v2(b_B, (b_D * k_v).to(gl.bfloat16), gl.expand_dims(b_M0, 1) * b_in)
-            b_I = mma_v2(b_B2, (b_D * k_u).to(gl.bfloat16), gl.expand_dims(b_I0, 1) * b_in + b_prior)
-            b_inverse = _reciprocal(b_I)
-            b_Z = b_dy * (b_C * b_inverse)
-            b_mu = b_M * b_inverse
-            b_dC += b_dy * b_mu
-            b_ZI = b_Z * b_mu  # minus the adjoint: the sign is applied to the sums
-            b_z += _lane_sums(b_ZI)
-            b_W = mma_v2(gl.convert_layout(b_Z.to(gl.bfloat16), LA), b_DT, gl.expand_dims(b_E, 1) * b_out)
-            b_WI = mma_v2(gl.convert_layout(b_ZI.to(gl.bfloat16), LA), b_DT, -gl.expand_dims(b_EI, 1) * b_out)
-            b_dB += b_v * b_W
-            b_dB2 += b_u * b_WI
-            b_rows = _sum_over_lanes(_lane_sums(b_Bf * b_W), _lane_sums(b_B2f * b_WI), g3, LF)
-            gl.store(p_part + p * 128 + o_part, b_rows)
-            x_E = _first_column(b_W, LX) * b_first
-            x_EI = -_first_column(b_WI, LX) * b_first
-            x_M0 = gl.expand_dims(gl.convert_layout(b_M0, gl.SliceLayout(1, LX), assert_trivial=True), 1)
-            x_I0 = gl.expand_dims(gl.convert_layout(b_I0, gl.SliceLayout(1, LX), assert_trivial=True), 1)
-            b_phi += x_E * x_M0 + x_EI * x_I0
-            gl.store(p_E + p * N + o_x, x_E, mask=first_lane)
-            gl.store(p_E + (P + p) * N + o_x, x_EI, mask=first_lane)
-        _barrier()
+            # Decays: D [s, t] as an operand [k, c], and the same with tokens and keys exchanged for the adjoints
+            b_D = gl.zeros([L, L], gl.float32, LBO)
+            b_DT = gl.zeros([L, L], gl.float32, LBO)
+            b_in = gl.zeros([L], gl.float32, LT)
+            b_out = gl.zeros([L], gl.float32, LT)
+            for r in gl.static_range(L):
+                b_r = gl.load(p_log + ts + r)
+                b_D += gl.where((kk < r) & (cc >= r), b_r, 0.0)
+                b_DT += gl.where((cc < r) & (kk >= r), b_r, 0.0)
+                b_in += gl.where(o_t >= r, b_r, 0.0)
+                b_out += gl.where(o_t < r, b_r, 0.0)
+            b_D = gl.where(cc >= kk, gl.exp(b_D), 0.0)
+            b_DT = gl.where(kk >= cc, gl.exp(b_DT), 0.0)
+            b_in = gl.exp(b_in)
+            b_out = gl.exp(b_out)
+            b_first = gl.exp(gl.load(p_log + ts + gl.zeros([N, 4], gl.int32, LX)))
+            if HAS_DOC:
+                same = gl.expand_dims(gl.load(p_doc + ts + o_k), 1) == gl.expand_dims(gl.load(p_doc + ts + o_c), 0)
+                b_D = gl.where(same, b_D, 0.0)
+                b_DT = gl.where(same, b_DT, 0.0)
+                b_doc = gl.load(p_doc + ts + o_t)
+                b_in = gl.where(b_doc == b_before, b_in, 0.0)
+                b_out = gl.where(b_doc == gl.load(p_doc + ts + L - 1), b_out, 0.0)
+                b_first = gl.where(gl.load(p_doc + ts) == b_before, b_first, 0.0)
+            b_DT = b_DT.to(gl.bfloat16)
+            b_in = gl.expand_dims(b_in, 0)
+            b_out = gl.expand_dims(b_out, 0)
+            b_B = _keys(p_B, ts, T, B_t, NW, mma)
+            b_C = _keys(p_C, ts, T, C_t, NW, mma).to(gl.float32)
+            b_Bf = b_B.to(gl.float32)
+            b_B2f = b_Bf * b_Bf
+            b_B2 = gl.convert_layout(b_B2f.to(gl.bfloat16), LA)
+            b_B = gl.convert_layout(b_B, LA)
 
-        o_out = (i_bh * TP + ts + tt) * N + nn
-        gl.store(dC + o_out, b_dC)
-        gl.store(dB + o_out, b_dB - 2.0 * b_Bf * b_dB2)
+            b_dC = zero
+            b_dB = zero
+            b_dB2 = zero
+            b_z = _lane_sums(zero, NW)
+            b_phi = gl.zeros([N, 4], gl.float32, LX)
+            for p0 in range(0, P, 32):
+                b_start = gl.load(p_start + p0 * N + o_e)
+                b_start_I = gl.load(p_start + (P + p0) * N + o_e)
+                s_start_tiles.index(0).store(b_start)
+                s_start_tiles.index(1).store(b_start_I)
+                _barrier()  # before the loop, so that none is needed in it
+                for row in range(32):
+                    p = p0 + row
+                    b_v = s_rows_t.index(p).load(LT)
+                    b_u = s_rows_t.index(P + p).load(LT)
+                    b_dy = gl.expand_dims(s_rows_t.index(2 * P + p).load(LT), 0)
+                    b_M0 = s_start.index(row).load(LN)
+                    b_I0 = s_start.index(32 + row).load(LN)
+                    b_E = s_E.index(p).load(LN)
+                    b_EI = s_E.index(P + p).load(LN)
 
-        # The rows' sums: over warps, then dx, dbeta, ddt
-        b_dv = gl.zeros([P, L], gl.float32, LP)
-        b_du = gl.zeros([P, L], gl.float32, LP)
-        for w in gl.static_range(4):
-            b_dv += gl.load(p_part + w * 32 + o_sum)
-            b_du -= gl.load(p_part + w * 32 + 16 + o_sum)
-        o_row = pp * TP + ts + ptt
-        # v as the products rounded it, so that each token's own term cancels in q
-        b_vr = gl.load(p_v + o_row).to(gl.bfloat16).to(gl.float32)
-        b_ur = gl.load(p_beta + o_row).to(gl.bfloat16).to(gl.float32)
-        b_u_sum = gl.sum(b_dv * b_vr + b_du * b_ur, 0)
-        z_t = gl.sum(gl.sum(b_z, 1), 0)
-        b_zs = -gl.convert_layout(z_t, gl.SliceLayout(0, LP))
-        b_d = -b_prior * b_zs - b_u_sum
-        b_phi_sum = gl.sum(gl.sum(gl.where(first_lane, b_phi, 0.0), 1), 0)
-        # q[t] = q[first], unless a document began since, minus the sum of b_d over the document's earlier tokens
-        LQ: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
-        qs = gl.arange(0, L, layout=gl.SliceLayout(1, LQ))
-        qt = gl.arange(0, L, layout=gl.SliceLayout(0, LQ))
-        earlier = gl.expand_dims(qs, 1) < gl.expand_dims(qt, 0)
-        b_ds = gl.expand_dims(gl.convert_layout(b_d, gl.SliceLayout(1, LQ)), 1)
-        if HAS_DOC:
-            q_doc = gl.load(p_doc + ts + qt)
-            earlier = earlier & (gl.expand_dims(gl.load(p_doc + ts + qs), 1) == gl.expand_dims(q_doc, 0))
-        b_q = b_phi_sum - gl.sum(gl.where(earlier, b_ds, 0.0), 0)
-        if HAS_DOC:
-            b_q = gl.where(q_doc == b_before, b_q, b_q - b_phi_sum)
-            b_q = gl.where(q_doc == gl.load(p_doc + gl.maximum(ts + qt - 1, 0)), b_q, 0.0)
-        # where nothing is kept, q is rounding error
-        b_q = gl.where(gl.load(p_log + ts + qt) > -20.0, b_q, 0.0)
-        m_q = ts + qt < T
-        q_dt = gl.load(dt + b * dt_b + (ts + qt) * dt_t + h * dt_h, mask=m_q, other=0.0)
-        b_dA -= gl.sum(q_dt * b_q, 0)
-        b_dprior += gl.sum(b_zs, 0)
+                    k_v = gl.expand_dims(gl.convert_layout(b_v, LK, assert_trivial=True), 1)
+                    k_u = gl.expand_dims(gl.convert_layout(b_u, LK, assert_trivial=True), 1)
+                    b_v = gl.expand_dims(b_v, 0)
+                    b_u = gl.expand_dims(b_u, 0)
+                    b_M = mma_v2(b_B, (b_D * k_v).to(gl.bfloat16), gl.expand_dims(b_M0, 1) * b_in)
+                    b_I = mma_v2(b_B2, (b_D * k_u).to(gl.bfloat16), gl.expand_dims(b_I0, 1) * b_in + b_prior)
+                    b_inverse = _reciprocal(b_I)
+                    b_Z = b_dy * (b_C * b_inverse)
+                    b_mu = b_M * b_inverse
+                    b_dC += b_dy * b_mu
+                    b_ZI = b_Z * b_mu  # minus the adjoint: the sign is applied to the sums
+                    b_z += _lane_sums(b_ZI, NW)
+                    b_W = mma_v2(gl.convert_layout(b_Z.to(gl.bfloat16), LA), b_DT, gl.expand_dims(b_E, 1) * b_out)
+                    b_WI = mma_v2(gl.convert_layout(b_ZI.to(gl.bfloat16), LA), b_DT, -gl.expand_dims(b_EI, 1) * b_out)
+                    b_dB += b_v * b_W
+                    b_dB2 += b_u * b_WI
+                    b_sums = _sum_over_lanes(
+                        _lane_sums(b_Bf * b_W, NW), _lane_sums(b_Bf * (b_Bf * b_WI), NW), g3, NW, LF
+                    )
+                    gl.store(p_part + p * (NW * 32) + o_part, b_sums)
+                    x_E = _first_column(b_W, LX) * b_first
+                    x_EI = -_first_column(b_WI, LX) * b_first
+                    x_M0 = gl.expand_dims(gl.convert_layout(b_M0, gl.SliceLayout(1, LX), assert_trivial=True), 1)
+                    x_I0 = gl.expand_dims(gl.convert_layout(b_I0, gl.SliceLayout(1, LX), assert_trivial=True), 1)
+                    b_phi += x_E * x_M0 + x_EI * x_I0
+                    gl.store(p_E + p * N + o_x, x_E, mask=first_lane)
+                    gl.store(p_E + (P + p) * N + o_x, x_EI, mask=first_lane)
+            _barrier()
 
-        b_dv = gl.convert_layout(b_dv, LO)
-        b_du = gl.convert_layout(b_du, LO)
-        m_o = ts + ot < T
-        b_x = gl.load(x + b * x_b + (ts + ot) * x_t + h * x_h + op, mask=m_o, other=0.0).to(gl.float32)
-        b_dt = gl.load(dt + b * dt_b + (ts + ot) * dt_t + h * dt_h, mask=m_o, other=0.0)
-        b_ddt = gl.convert_layout(gl.sum(b_dv * b_x, 0), gl.SliceLayout(0, LQ)) - b_A * b_q
-        gl.store(ddt + b * ddt_b + (ts + qt) * ddt_t + h * ddt_h, b_ddt, mask=m_q)
-        o_g = b * g_b + (ts + ot) * g_t + h * g_h + op
-        gl.store(dx + o_g, (b_dv * b_dt).to(dx.dtype.element_ty), mask=m_o)
-        gl.store(dbeta + o_g, b_du.to(dbeta.dtype.element_ty), mask=m_o)
-        _barrier()
-    gl.store(dA + i_bh * NSEG + i_seg, b_dA)
-    gl.store(dprior + i_bh * NSEG + i_seg, b_dprior)
+            o_out = (i_bh * TP + ts + tt) * N + nn
+            gl.store(dC + o_out, b_dC)
+            gl.store(dB + o_out, b_dB - 2.0 * b_Bf * b_dB2)
+
+            # The rows' sums: over warps, then dx, dbeta, ddt
+            b_dv = gl.zeros([P, L], gl.float32, LP)
+            b_du = gl.zeros([P, L], gl.float32, LP)
+            for w in gl.static_range(NW):
+                b_dv += gl.load(p_part + w * 32 + o_sum)
+                b_du -= gl.load(p_part + w * 32 + 16 + o_sum)
+            # v as the products rounded it, so that each token's own term cancels in q
+            b_vr = gl.load(p_v + pp * TP + ts + ptt).to(gl.bfloat16).to(gl.float32)
+            b_ur = gl.load(p_beta + pp * TP + ts + ptt).to(gl.bfloat16).to(gl.float32)
+            b_u_sum = gl.sum(b_dv * b_vr + b_du * b_ur, 0)
+            z_t = gl.sum(gl.sum(b_z, 1), 0)
+            b_zs = -gl.convert_layout(z_t, gl.SliceLayout(0, LP))
+            b_d = -b_prior * b_zs - b_u_sum
+            b_phi_sum = gl.sum(gl.sum(gl.where(first_lane, b_phi, 0.0), 1), 0)
+            # q[t] = q[first], unless a document began since, minus the sum of b_d over the document's earlier tokens
+            LQ: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])
+            qs = gl.arange(0, L, layout=gl.SliceLayout(1, LQ))
+            qt = gl.arange(0, L, layout=gl.SliceLayout(0, LQ))
+            earlier = gl.expand_dims(qs, 1) < gl.expand_dims(qt, 0)
+            b_ds = gl.expand_dims(gl.convert_layout(b_d, gl.SliceLayout(1, LQ)), 1)
+            if HAS_DOC:
+                q_doc = gl.load(p_doc + ts + qt)
+                earlier = earlier & (gl.expand_dims(gl.load(p_doc + ts + qs), 1) == gl.expand_dims(q_doc, 0))
+            b_q = b_phi_sum - gl.sum(gl.where(earlier, b_ds, 0.0), 0)
+            if HAS_DOC:
+                b_q = gl.where(q_doc == b_before, b_q, b_q - b_phi_sum)
+                b_q = gl.where(q_doc == gl.load(p_doc + gl.maximum(ts + qt - 1, 0)), b_q, 0.0)
+            # where nothing is kept, q is rounding error
+            b_q = gl.where(gl.load(p_log + ts + qt) > -20.0, b_q, 0.0)
+            m_q = ts + qt < T
+            q_dt = gl.load(dt + b * dt_b + (ts + qt) * dt_t + h * dt_h, mask=m_q, other=0.0)
+            b_dA -= gl.sum(q_dt * b_q, 0)
+            b_dprior += gl.sum(b_zs, 0)
+
+            b_dv = gl.convert_layout(b_dv, LO)
+            b_du = gl.convert_layout(b_du, LO)
+            m_o = ts + ot < T
+            b_x = gl.load(x + b * x_b + (ts + ot) * x_t + h * x_h + op, mask=m_o, other=0.0).to(gl.float32)
+            b_dt = gl.load(dt + b * dt_b + (ts + ot) * dt_t + h * dt_h, mask=m_o, other=0.0)
+            b_ddt = gl.convert_layout(gl.sum(b_dv * b_x, 0), gl.SliceLayout(0, LQ)) - b_A * b_q
+            gl.store(ddt + b * ddt_b + (ts + qt) * ddt_t + h * ddt_h, b_ddt, mask=m_q)
+            o_g = b * g_b + (ts + ot) * g_t + h * g_h + op
+            gl.store(dx + o_g, (b_dv * b_dt).to(dx.dtype.element_ty), mask=m_o)
+            gl.store(dbeta + o_g, b_du.to(dbeta.dtype.element_ty), mask=m_o)
+            _barrier()
+        gl.store(dA + i_bh * NSEG + i_seg, b_dA)
+        gl.store(dprior + i_bh * NSEG + i_seg, b_dprior)
+        _barrier()  # starts and parts are used again

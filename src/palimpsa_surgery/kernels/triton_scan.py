@@ -39,7 +39,7 @@ from torch import Tensor
 
 from .decay import document_numbers
 from .gluon_scan import AVAILABLE as TUNED_AVAILABLE
-from .gluon_scan import NUM_WARPS, STATE_SIZE, read_out, segment_adjoints, segment_gradients
+from .gluon_scan import HEAD_DIM, NUM_WARPS, STATE_SIZE, read_out, segment_adjoints, segment_gradients
 
 try:
     import triton
@@ -61,6 +61,10 @@ FORWARD_SEGMENT = 512
 BACKWARD_SEGMENT = 128
 SUB_CHUNK = 16
 KEY_BLOCK = 32
+EXTRA={}
+PROGRAMS_PER_SM=2
+EB=(8,8,4)
+RB=(16,4,8)
 # Bytes of temporary tensors a launch of the backward pass may take.
 WORKSPACE_BYTES = 768 * 2**20
 # Tests turn it off to reach the portable kernels.
@@ -599,7 +603,7 @@ def _tuned_fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
         and x.stride(-1) == 1
         and beta.stride(-1) == 1
         and B.shape[3] == STATE_SIZE
-        and x.shape[3] in (32, 64, 128)
+        and x.shape[3] == HEAD_DIM
         and torch.cuda.get_device_capability(x.device)[0] == 9
     )
 
@@ -646,12 +650,12 @@ def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance)
     segments, documents = states.shape[2] - 1, dt if doc is None else doc
     sizes = (time, heads, heads // groups, head_dim)
     if not return_variance and _tuned_fits(x, beta, B):
-        BP = 16
+        BP = RB[0]
         read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
             x, dt, beta, A, B, C, I_prior, documents, states, y,
             *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3],
             *sizes, segments, FORWARD_SEGMENT,
-            BP=BP, R=4, KC=8, HAS_DOC=doc is not None, num_warps=1,
+            BP=BP, R=RB[1], KC=RB[2], HAS_DOC=doc is not None, num_warps=1,
         )  # fmt: skip
     else:
         BP = 8
@@ -689,11 +693,11 @@ def _backward_heads(
     flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
     grid = (triton.cdiv(head_dim, BP), segments, batch * n_heads)
     if tuned:
-        segment_adjoints[grid](
+        segment_adjoints[(triton.cdiv(head_dim, EB[0]), segments, batch * n_heads)](
             x, dt, beta, A, B, C, I_prior, dy, documents, states, adjoints,
             *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
             time, n_heads, n_heads, head_dim, segments, BACKWARD_SEGMENT,
-            BP=BP, R=4, KC=8, HAS_DOC=doc is not None, num_warps=1,
+            BP=EB[0], R=EB[1], KC=EB[2], HAS_DOC=doc is not None, num_warps=1,
         )  # fmt: skip
     else:
         _segment_adjoints[grid](
@@ -730,16 +734,18 @@ def _gradients_tuned(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, d
     documents = dt
     if doc is not None:
         documents = torch.cat((doc, doc[:, -1:].expand(-1, padded - time)), 1)
-    starts = torch.empty_like(states[:, :, 1:])
-    parts = x.new_empty(batch, heads, segments, head_dim, 128, dtype=torch.float32)
+    tiles = segments * batch * heads
+    programs = min(tiles, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
+    starts = x.new_empty(programs, BACKWARD_SEGMENT // SUB_CHUNK, 2, head_dim, state_size, dtype=torch.float32)
+    parts = x.new_empty(programs, head_dim, 32 * NUM_WARPS, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
     scalars = x.new_empty(2, batch, heads, segments, dtype=torch.float32)
-    segment_gradients[(segments, batch * heads)](
-        x, *rows, log_alpha, dt, A, B, C, I_prior, documents, states, starts, adjoints, parts,
+    segment_gradients[(programs,)](
+        x, *rows, log_alpha, dt, A, B, C, I_prior, documents, states, adjoints, starts, parts,
         dx, dbeta, ddt, *keys, *scalars,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], *dx.stride()[:3], *ddt.stride(),
-        time, padded, heads, heads, segments,
-        S=BACKWARD_SEGMENT, P=head_dim, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
+        time, padded, heads, heads, segments, tiles,
+        S=BACKWARD_SEGMENT, P=head_dim, NW=NUM_WARPS, HAS_DOC=doc is not None, num_warps=NUM_WARPS, **EXTRA,
     )  # fmt: skip
     dA.copy_(scalars[0].sum((0, 2)))
     dprior.copy_(scalars[1].sum((0, 2)))
