@@ -75,7 +75,7 @@ def test_all_options_reach_the_library(cli, tiny_checkpoint, kjv, tmp_path, monk
 
 
 def test_a_dry_run_prints_the_same_and_writes_nothing(cli, tiny_checkpoint, analysis, tmp_path):
-    arguments = ["replace", tiny_checkpoint, "--analysis", analysis, "--min-window", 40]
+    arguments = ["replace", tiny_checkpoint, "--analysis", analysis, "--min-window", 60]
     dry = cli(*arguments, "--dry-run")
     assert dry.code == 0
     assert dry.stdout.endswith("Dry run: nothing was written.\n")
