@@ -307,7 +307,8 @@ def segment_gradients(
     v = dt x, beta and dy are float32 [b, h, p, TP], log_alpha is [b, h, TP], doc [b, TP], TP = NSEG S, padded with
     zeros (doc: with its last value). Slot k + 1 of adjoints is the adjoint after segment k and is overwritten;
     starts [programs, S / 16, 2, p, n] and parts [programs, p, NW, 32] are scratch. The programs share the
-    TILES = b h NSEG segments out among them. x is in its own strides, dx and dbeta in strides g_*. dB, dC [b, h, TP, n], dA and dprior [b, h, NSEG] are partial results.
+    TILES = b h NSEG segments out among them. x is in its own strides, dx and dbeta in strides g_*. dB, dC
+    [b, h, TP, n], dA and dprior [b, h, NSEG] are partial results.
     """
     N: gl.constexpr = 128
     L: gl.constexpr = 16

@@ -1,0 +1,188 @@
+"""Time and memory of the Palimpsa scan beside Mamba2's SSD and Simple GLA, in one process on one GPU.
+
+    python benchmarks/kernels.py                    # table, and kernels.json beside the working directory
+    python benchmarks/kernels.py --lengths 2048 32768 --heads 80
+
+Compared where installed: `mamba_ssm`'s SSD (chunk 256) and `fla`'s Simple GLA (forward only where its backward
+refuses the Triton version; B and C expanded to heads, as it wants them). Nothing is timed unless output and gradients
+equal the float64 reference first. Ratios are to SSD, and mean more than milliseconds.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
+from palimpsa_surgery.kernels.triton_scan import palimpsa_scan_triton
+
+NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior")
+TOLERANCE = 5e-3
+
+
+def make(batch: int, time: int, heads: int, head_dim: int, state_size: int, groups: int) -> dict[str, torch.Tensor]:
+    """Arguments of a scan in bfloat16, with windows of 3 to 1,000 tokens."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    dt = F.softplus(normal(batch, time, heads) - 3)
+    return {
+        "x": normal(batch, time, heads, head_dim).bfloat16(),
+        "dt": dt,
+        "A": torch.exp(normal(heads)),
+        "B": normal(batch, time, groups, state_size).bfloat16(),
+        "C": normal(batch, time, groups, state_size).bfloat16(),
+        "beta": (torch.sigmoid(normal(batch, time, heads, head_dim)) * 0.5 * dt[..., None]).bfloat16(),
+        "I_prior": torch.ones(heads, device="cuda"),
+    }
+
+
+def verify() -> dict[str, float]:
+    """Relative errors of output and gradients against float64, with several lengths; the worst of each."""
+    worst: dict[str, float] = {}
+    for time in (1, 65, 1025):
+        arguments = make(2, time, 8, 64, 128, 1)
+        results = []
+        for scan, dtype in ((palimpsa_scan_triton, None), (palimpsa_scan_reference, torch.float64)):
+            leaves = [v.to(dtype or v.dtype).requires_grad_() for v in arguments.values()]
+            y = scan(*leaves)[0]
+            dy = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
+        for name, ours, exact in zip(("y", *NAMES), *results, strict=True):
+            if name == "A":  # a sum that cancels with random gradients; `dt` holds its terms
+                continue
+            error = ((ours.double() - exact).norm() / exact.norm()).item()
+            worst[name] = max(worst.get(name, 0.0), error) if error == error else float("nan")
+    return worst
+
+
+def milliseconds(function: Callable[[], object], repeats: int) -> float:
+    """Median time of a call after two warm-ups."""
+    times = []
+    for i in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def extra_gibibytes(function: Callable[[], object]) -> float:
+    """Peak memory of a call above what was allocated before, its results included."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    del result
+    return (peak - before) / 2**30
+
+
+def kernels() -> dict[str, tuple[Callable, tuple[str, ...]]]:
+    """Name to the scan as a function of the arguments, and which of them it differentiates."""
+    found: dict[str, tuple[Callable, tuple[str, ...]]] = {
+        "palimpsa": (lambda **a: palimpsa_scan_triton(**a)[0], NAMES[:-1])
+    }
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        def ssd(x, dt, A, B, C, beta, I_prior):
+            return mamba_chunk_scan_combined(x, dt, -A, B, C, chunk_size=256)
+
+        found["ssd"] = (ssd, NAMES[:5])
+    except Exception as error:  # a source install without its compiled module fails in many ways
+        print(f"mamba_ssm left out: {error}", file=sys.stderr)
+    try:
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        def simple_gla(x, dt, A, B, C, beta, I_prior):
+            expand = x.shape[2] // B.shape[2]
+            query, key = (v.repeat_interleave(expand, 2) for v in (C, B))
+            return chunk_simple_gla(query, key, (dt[..., None] * x).to(x.dtype), g=-A * dt, scale=1.0)[0]
+
+        found["simple_gla"] = (simple_gla, NAMES[:5])
+    except Exception as error:
+        print(f"fla left out: {error}", file=sys.stderr)
+    return found
+
+
+def measure(scan: Callable, names: tuple[str, ...], arguments: dict[str, torch.Tensor], repeats: int) -> dict:
+    """Forward and forward + backward in milliseconds, and the latter's extra memory; None for what fails."""
+    leaves = {k: v.detach().requires_grad_(k in names) for k, v in arguments.items()}
+    dy = torch.randn_like(arguments["x"])
+
+    def forward():
+        with torch.no_grad():
+            return scan(**leaves)
+
+    def both():
+        return torch.autograd.grad(scan(**leaves), [leaves[k] for k in names], dy)
+
+    row: dict[str, float | str | None] = {"forward_ms": None, "both_ms": None, "extra_gib": None}
+    try:
+        row["forward_ms"] = milliseconds(forward, repeats)
+        row["both_ms"] = milliseconds(both, repeats)
+        row["extra_gib"] = extra_gibibytes(both)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        torch.cuda.empty_cache()
+    return row
+
+
+def main() -> int:
+    """Verify, measure, print a table, write JSON; 1 when the kernels are wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2**i for i in range(10, 18)])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=80)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("kernels.json"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: needs a CUDA device", file=sys.stderr)
+        return 2
+    errors = verify()
+    if not all(error <= TOLERANCE for error in errors.values()):
+        print(f"error: wrong results, nothing is timed; relative errors: {errors}", file=sys.stderr)
+        return 1
+    device = torch.cuda.get_device_name()
+    print(
+        f"{device}, torch {torch.__version__}, triton {triton.__version__}, bfloat16, batch {options.batch}, ", end=""
+    )
+    print(f"{options.heads} heads of 64 x 128, 1 group; worst error {max(errors.values()):.1e}")
+    print(f"{'kernel':<11}{'tokens':>8}{'fwd ms':>9}{'x SSD':>7}{'f+b ms':>9}{'x SSD':>7}{'GiB':>7}{'us/token':>10}")
+    rows = []
+    for time in options.lengths:
+        arguments = make(options.batch, time, options.heads, 64, 128, 1)
+        measured = {name: measure(*kernel, arguments, options.repeats) for name, kernel in kernels().items()}
+        ssd = measured.get("ssd", {})
+        for name, row in measured.items():
+            for key in ("forward_ms", "both_ms"):
+                row[f"{key}_to_ssd"] = row[key] / ssd[key] if row[key] and ssd.get(key) else None
+            rows.append({"kernel": name, "tokens": time, **row})
+            cells = [row["forward_ms"], row["forward_ms_to_ssd"], row["both_ms"], row["both_ms_to_ssd"]]
+            cells += [row["extra_gib"], row["both_ms"] and 1e3 * row["both_ms"] / time / options.batch]
+            widths = (9, 7, 9, 7, 7, 10)
+            text = [f"{'-' if v is None else f'{v:.2f}':>{w}}" for v, w in zip(cells, widths, strict=True)]
+            print(f"{name:<11}{time:>8}{''.join(text)}  {row.get('error', '')}", flush=True)
+    report = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "errors": errors}
+    report |= {"batch": options.batch, "heads": options.heads, "rows": rows}
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The Triton kernels against the float64 loop through Triton's interpreter on the CPU.
+
+The interpreter must be chosen before Triton is imported, so one process of its own makes all comparisons. float32 and
+float16 only: the interpreter's bfloat16 products are wrong. The tuned Gluon kernels do not run there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCANS = {
+    "one-token": "Case(1, 1, 1, 4, 16, 1)",
+    "ragged": "Case(1, 35, 2, 3, 20, 2, initial=True)",
+    "documents-variance": "Case(2, 33, 2, 3, 16, 1, initial=True, documents=3, variance=True)",
+    "no-importance": "Case(1, 17, 2, 2, 16, 1, beta=False)",
+    "decay-to-zero": "Case(1, 33, 1, 4, 16, 1, initial=True, extreme='decay')",
+    "float16": "Case(1, 17, 1, 4, 16, 1, dtype=torch.float16)",
+}
+# Segments of 16 and 32 tokens, so that states pass between them; one head a launch.
+PROGRAM = """
+import json, sys, traceback
+sys.path.insert(0, {tests!r})
+import torch
+from helpers import assert_close
+from scan_cases import Case, check, make
+from palimpsa_surgery.kernels import triton_scan
+from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
+from palimpsa_surgery.kernels.triton_step import palimpsa_step_triton
+
+torch.set_num_threads(1)
+triton_scan.FORWARD_SEGMENT, triton_scan.BACKWARD_SEGMENT, triton_scan.WORKSPACE_BYTES = 16, 32, 1
+
+def scan(case):
+    half = case.dtype is torch.float16
+    check(triton_scan.palimpsa_scan_triton, case, {{"all": 2e-3}} if half else {{"all": 2e-5, "dA": 1e-3}})
+
+def step():
+    arguments = make(Case(2, 3, 4, 5, 20, 2, initial=True)).arguments
+    y, final, _ = palimpsa_scan_reference(*arguments.values())
+    state, D, z = arguments["initial_state"].clone(), torch.rand(4), torch.randn(2, 3, 4, 5)
+    for t in range(3):
+        token = [arguments[k] for k in ("x", "dt", "A", "B", "C", "beta", "I_prior")]
+        token = [v[:, t] if v.ndim > 2 else v for v in token]
+        expected = (y[:, t] + D[:, None] * arguments["x"][:, t]) * torch.nn.functional.silu(z[:, t])
+        assert_close(palimpsa_step_triton(*token, state, D, z[:, t]), expected, 1e-5, "y")
+    assert_close(state, final, 1e-6, "state")
+
+failures = {{}}
+comparisons = {{name: lambda case=case: scan(case) for name, case in dict({scans}).items()}} | {{"step": step}}
+for name, compare in comparisons.items():
+    try:
+        compare()
+        failures[name] = None
+    except Exception:
+        failures[name] = traceback.format_exc()
+print(json.dumps(failures))
+"""
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str | None]:
+    """Traceback of each failed comparison, None for the others."""
+    scans = ", ".join(f"[{name!r}, {case}]" for name, case in SCANS.items())
+    program = PROGRAM.format(tests=str(Path(__file__).parents[1]), scans=f"[{scans}]")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [*SCANS, "step"])
+def test_equals_the_loop(failures, name):
+    assert failures[name] is None, failures[name]

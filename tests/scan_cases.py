@@ -1,0 +1,120 @@
+"""Inputs, float64 references and comparisons shared by the tests of the Triton kernels."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from helpers import assert_close, relative_error
+from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
+
+NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior", "initial_state")
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of one comparison."""
+
+    batch: int
+    time: int
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    dtype: torch.dtype = torch.float32
+    initial: bool = False
+    documents: int = 0
+    variance: bool = False
+    extreme: str = ""
+    beta: bool = True
+
+    def __str__(self) -> str:
+        sizes = f"B{self.batch}-T{self.time}-H{self.heads}-P{self.head_dim}-N{self.state_size}-G{self.groups}"
+        options = [str(self.dtype).removeprefix("torch."), self.extreme]
+        options += [name for name in ("initial", "documents", "variance") if getattr(self, name)]
+        return "-".join([sizes, *filter(None, options), *([] if self.beta else ["no-beta"])])
+
+
+@dataclass
+class Data:
+    """Arguments of a scan and the gradients that arrive at its outputs."""
+
+    arguments: dict[str, torch.Tensor | None]
+    seq_idx: torch.Tensor | None
+    dy: torch.Tensor
+    dfinal: torch.Tensor
+    dvariance: torch.Tensor
+
+
+def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
+    """Random arguments; x, B and C are slices of one tensor, as in the model."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, device=device)
+
+    b, t, h, p, n, g = case.batch, case.time, case.heads, case.head_dim, case.state_size, case.groups
+    conv = normal(b, t, h * p + 2 * g * n)
+    if case.extreme == "large B":
+        conv[..., h * p : h * p + g * n] *= 30
+    conv = conv.to(case.dtype)
+    x = conv[..., : h * p].view(b, t, h, p)
+    B = conv[..., h * p : h * p + g * n].view(b, t, g, n)
+    C = conv[..., h * p + g * n :].view(b, t, g, n)
+    dt = F.softplus(normal(b, t, h) - 3)
+    A = torch.exp(uniform(h) * 3 - 1)
+    beta = torch.sigmoid(normal(b, t, h, p)) * 0.5 * dt[..., None]
+    if case.extreme == "decay":  # a fifth of the tokens keep nothing (alpha underflows), a fifth all (dt = 0)
+        kind = uniform(b, t, h)
+        dt = torch.where(kind < 0.2, dt * 3e3, torch.where(kind > 0.8, 0, dt))
+    if case.extreme == "importance":  # Ibar up to about 1e4 times the prior
+        beta, A = beta * 100, A * 1e-2
+    initial = None
+    if case.initial:
+        initial = torch.stack((normal(b, h, p, n), normal(b, h, p, n).abs()), 2)
+    seq_idx = None
+    if case.documents:  # the last document has the first one's number
+        seq_idx = (torch.arange(t, device=device) * case.documents // t % max(case.documents - 1, 1)).expand(b, t)
+    arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "beta": beta.to(case.dtype) if case.beta else None}
+    arguments |= {"I_prior": torch.exp(0.3 * normal(h)), "initial_state": initial}
+    return Data(arguments, seq_idx, normal(b, t, h, p).to(case.dtype), normal(b, h, 2, p, n), normal(b, t, h, p))
+
+
+def differentiate(scan, data: Data, variance: bool, dtype: torch.dtype | None = None, **options) -> Gradients:
+    """Outputs y, final_state and variance, and the gradient of each argument as dNAME."""
+    leaves = {
+        name: None if v is None else v.detach().to(dtype or v.dtype).requires_grad_()
+        for name, v in data.arguments.items()
+    }
+    y, final_state, var = scan(*leaves.values(), data.seq_idx, **options)
+    outputs = {"y": y, "final_state": final_state} | ({"variance": var} if variance else {})
+    incoming = (data.dy, data.dfinal, data.dvariance)[: len(outputs)]
+    inputs = {name: v for name, v in leaves.items() if v is not None}
+    gradients = torch.autograd.grad(
+        list(outputs.values()),
+        list(inputs.values()),
+        [d.to(o.dtype) for d, o in zip(incoming, outputs.values(), strict=True)],
+    )
+    return {k: v.detach() for k, v in outputs.items()} | {
+        f"d{name}": v for name, v in zip(inputs, gradients, strict=True)
+    }
+
+
+def check(scan, case: Case, tolerances: dict[str, float], device: str = "cpu") -> dict[str, float]:
+    """Compare the scan's outputs and gradients with the float64 loop; the errors.
+
+    `tolerances` holds one for "all" and exceptions by name.
+    """
+    data = make(case, device)
+    expected = differentiate(palimpsa_scan_reference, data, case.variance, torch.float64)
+    actual = differentiate(scan, data, case.variance, return_final_state=True, return_variance=case.variance)
+    for name, value in expected.items():
+        if case.time == 1 and name == "dA" and not case.initial:  # zero but for rounding
+            assert actual[name].abs().max() < 1e-3
+            continue
+        assert_close(actual[name], value, tolerances.get(name, tolerances["all"]), f"{name} of {case}")
+    return {name: relative_error(actual[name], expected[name]) for name in expected}
