@@ -33,22 +33,25 @@ def prepare(stage: Stage, tokenizer: "PreTrainedTokenizerBase", directory: Path)
     """Tokenise a stage's files into `directory`, which appears whole or not at all.
 
     Returns:
-        Counts: `sequences`, and for instructions the `examples` used, and those dropped for lack of an
-        answer (`unanswered`) or because one sequence could not hold them (`too_long`).
+        Counts: `sequences`, `tokens` (those of a last, shorter sequence included), and for instructions the
+        `examples` used, and those dropped for lack of a prompt or answer (`unanswered`) or because one
+        sequence could not hold them (`too_long`).
 
     Raises:
-        UserError: the files cannot be read, or give fewer than two sequences.
+        UserError: the files cannot be read, or do not give a sequence to train on and one to hold out.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-text token (eos_token), which must end every document")
     write = {"text": _write_text, "instruction": _write_instructions}[stage.data.kind]
     with fresh_directory(directory) as work:
         counts = write(stage.data, stage.sequence_length, tokenizer, work)
-        if counts["sequences"] < 2:
-            dropped = f" ({counts['too_long']} examples are longer than that)" if counts.get("too_long") else ""
+        training, held_out = _split(counts["sequences"], stage.sequence_length, counts["tokens"], stage.data.held_out)
+        if not len(training) or not len(held_out):
+            dropped = f"; {counts['too_long']} examples are longer than that" if counts.get("too_long") else ""
             raise UserError(
-                f"stage {stage.name}: the data fill {counts['sequences']} sequence(s) of "
-                f"{stage.sequence_length} tokens; one to train on and one to hold out are needed{dropped}"
+                f"stage {stage.name}: {counts['tokens']} tokens of data, held_out {stage.data.held_out:g} of them, "
+                f"make {len(training)} sequences of {stage.sequence_length} to train on and {len(held_out)} to "
+                f"evaluate; each needs one{dropped}"
             )
         (work / "data.json").write_text(json.dumps(counts | {"eos_token_id": tokenizer.eos_token_id}))
     return counts
@@ -58,16 +61,15 @@ class Sequences:
     """The sequences that `prepare` wrote, as model inputs; read from disk when asked for."""
 
     def __init__(self, directory: Path, stage: Stage) -> None:
-        self.eos_token_id: int = json.loads((directory / "data.json").read_text())["eos_token_id"]
+        about = json.loads((directory / "data.json").read_text())
+        self.eos_token_id: int = about["eos_token_id"]
         self.reset = stage.packing.reset_at_documents
         shape = (-1, stage.sequence_length)
         self.tokens = np.memmap(directory / "tokens.bin", dtype=np.int32, mode="r").reshape(shape)
         learn = directory / "learn.bin"
         self.learn = np.memmap(learn, dtype=np.bool_, mode="r").reshape(shape) if learn.exists() else None
-        self.held_out = _spread(len(self.tokens), stage.data.held_out)
-        """Indices of the sequences that are evaluated, never trained on."""
-        self.training = np.setdiff1d(np.arange(len(self.tokens)), self.held_out)
-        """Indices of the sequences that are trained on."""
+        self.training, self.held_out = _split(*self.tokens.shape, about["tokens"], stage.data.held_out)
+        """Indices of the sequences that are trained on, and of those that are only evaluated."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return `input_ids [T]` and `labels [T]` (int64), and `seq_idx [T]` (int32) if documents reset.
@@ -121,23 +123,29 @@ def collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([item[key] for item in items]) for key in items[0]}
 
 
-def _spread(count: int, fraction: float) -> np.ndarray:
-    """Indices of about `fraction` of `count` sequences, at least one, evenly spread over the data."""
-    chosen = max(1, round(count * fraction))
-    return ((np.arange(chosen) + 0.5) * count / chosen).astype(np.int64)
+def _split(sequences: int, length: int, tokens: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the sequences that lie before the last `held_out` of the tokens, and within it.
+
+    Two stages that read the same text at different lengths thus hold out the same text; a sequence across
+    the border is left out of both.
+    """
+    border = tokens - round(tokens * held_out)
+    starts = np.arange(sequences) * length
+    return np.flatnonzero(starts + length <= border), np.flatnonzero(starts >= border)
 
 
 def _write_text(data: TextData, length: int, tokenizer: "PreTrainedTokenizerBase", directory: Path) -> dict[str, int]:
     files = [local_path(file) for file in data.files]
-    count = 0
+    counts = {"sequences": 0, "tokens": 0}
     with (directory / "tokens.bin").open("wb") as out:
         for block in iter_token_blocks(
             files, tokenizer, sequence_length=length, max_tokens=data.max_tokens, column=data.column
         ):
             if len(block) == length:  # the last one may be shorter: it is left out
                 out.write(np.asarray(block, dtype=np.int32).tobytes())
-                count += 1
-    return {"sequences": count}
+                counts["sequences"] += 1
+            counts["tokens"] += len(block)
+    return counts
 
 
 def _write_instructions(
@@ -146,7 +154,7 @@ def _write_instructions(
     """Pack whole examples, in order, into sequences whose rest is filled with end-of-text tokens."""
     head, tail = data.template.split("{prompt}")
     joint = tail.removesuffix("{answer}")
-    counts = {"sequences": 0, "examples": 0, "unanswered": 0, "too_long": 0}
+    counts = {"sequences": 0, "tokens": 0, "examples": 0, "unanswered": 0, "too_long": 0}
     ids: list[int] = []
     learn: list[bool] = []
     with (
@@ -159,6 +167,7 @@ def _write_instructions(
             tokens_out.write(np.asarray(ids + [tokenizer.eos_token_id] * padding, dtype=np.int32).tobytes())
             learn_out.write(np.asarray(learn + [False] * padding, dtype=np.bool_).tobytes())
             counts["sequences"] += 1
+            counts["tokens"] += length
             ids.clear()
             learn.clear()
 

@@ -157,6 +157,8 @@ def train(
 
 def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Train one stage from its last checkpoint or its start, and write its final checkpoint."""
+    import torch
+
     from palimpsa_surgery.stages.data import Sequences, TrainingOrder
     from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, last_checkpoint, quiet_transformers
     from palimpsa_surgery.surgery.checkpoints import load_model, save_checkpoint
@@ -168,6 +170,7 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
 
     began = time.perf_counter()
     model = load_model(start)
+    use_cache = model.config.use_cache  # the Trainer turns it off
     sequences = Sequences(folder / "data", stage)
     order = TrainingOrder(sequences, count=part.steps * stage.batch_sequences, seed=plan.recipe.seed, stage_index=index)
     scoring = {"max_tokens": plan.recipe.evaluation.tokens, "batch_size": stage.micro_batch_sequences}
@@ -187,13 +190,13 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
             _write_run(plan.output, record)
         trainer.train(resume_from_checkpoint=last_checkpoint(folder))
         after = evaluate(model, sequences, **scoring)
-
-    model.config.use_cache = True  # the Trainer turns it off
-    with fresh_directory(folder / "final", overwrite=True) as work:
-        save_checkpoint(model, work, tokenizer=tokenizer)
-        for name in SURGERY_FILES:
-            if (plan.source.path / name).is_file():
-                shutil.copyfile(plan.source.path / name, work / name)
+        model.config.use_cache = use_cache
+        with fresh_directory(folder / "final", overwrite=True) as work:
+            # In float32, whatever the checkpoint's type: the next stage goes on from these very bits.
+            save_checkpoint(model, work, tokenizer=tokenizer, dtype=torch.float32)
+            for name in SURGERY_FILES:
+                if (plan.source.path / name).is_file():
+                    shutil.copyfile(plan.source.path / name, work / name)
     entry |= {"status": "done", "after": after, "seconds": round(time.perf_counter() - began, 1)}
     entry["final"] = f"{part.folder}/final"
     record["final"] = record["stages"][-1]["final"]

@@ -147,7 +147,7 @@ def check_model(expected: ExpectedModel, source: "Source") -> tuple[str, ...]:
             wrong.append(f"{field} is {found} where the recipe expects {wanted}")
     if wrong:
         raise UserError(f"checkpoint {source.name} does not suit the recipe: {'; '.join(wrong)}")
-    return (f"Not checked, for want of a surgery.json: {', '.join(unchecked)}.",) if unchecked else ()
+    return (f"The checkpoint does not say its {' and '.join(unchecked)}: not checked.",) if unchecked else ()
 
 
 def read_surgery(folder: Path) -> dict:

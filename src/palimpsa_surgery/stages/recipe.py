@@ -84,7 +84,7 @@ class TextData(_Strict):
     max_tokens: Annotated[int, Field(ge=2)] | None = None
     """Use this many tokens from the start of the files; null: all of them."""
     held_out: HeldOut = 0.02
-    """Fraction of the sequences kept from training and used for evaluation."""
+    """Fraction of the data, at their end, that is evaluated and never trained on."""
 
 
 class InstructionData(_Strict):
@@ -98,12 +98,13 @@ class InstructionData(_Strict):
     template: str = "{prompt}\n\n{answer}"
     """What the model reads: `{prompt}` once, then text of your own, then `{answer}`, which ends it."""
     held_out: HeldOut = 0.02
-    """Fraction of the sequences kept from training and used for evaluation."""
+    """Fraction of the data, at their end, that is evaluated and never trained on."""
 
     @field_validator("template")
     @classmethod
     def _check_template(cls, template: str) -> str:
-        if not re.fullmatch(r"((?!\{answer\}).)*\{prompt\}((?!\{prompt\}|\{answer\}).)*\{answer\}", template, re.S):
+        once = template.count("{prompt}") == template.count("{answer}") == 1
+        if not once or not template.endswith("{answer}"):
             raise UserError("must hold {prompt} once and end in its only {answer}")
         return template
 

@@ -180,9 +180,12 @@ def evaluate(model: PreTrainedModel, sequences: Sequences, *, max_tokens: int, b
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Undo, at the end, the log level that a Trainer sets for the whole process."""
-    level = transformers_logging.get_verbosity()
+    """Silence transformers' bars, and undo, at the end, the log level that a Trainer sets for the process."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
