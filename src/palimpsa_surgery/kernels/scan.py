@@ -3,7 +3,7 @@
 | | CUDA | elsewhere |
 |---|---|---|
 | Palimpsa scan | Triton (`triton_scan.py`), PyTorch where Triton is absent or for float64 | PyTorch (`chunked.py`) |
-| Palimpsa step | PyTorch (here) | the same |
+| Palimpsa step | Triton (`triton_step.py`), PyTorch where Triton is absent | PyTorch (here) |
 | Mamba2 scan and step | `mamba_ssm`'s Triton kernels when they import, else PyTorch | PyTorch (`ssd.py`, here) |
 
 Letters as in `reference.py`: b batch, t time, h heads, p head_dim, g groups, n state_size.
@@ -21,6 +21,7 @@ from .chunked import palimpsa_scan_chunked
 from .decay import document_numbers
 from .ssd import ssd_scan_chunked
 from .triton_scan import palimpsa_scan_triton, triton
+from .triton_step import palimpsa_step_triton
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,8 @@ def palimpsa_step(
     Returns:
         y `[b, h, p]` in the type of `x`.
     """
+    if x.is_cuda and triton is not None:
+        return palimpsa_step_triton(x, dt, A, B, C, beta, I_prior, state)
     key, query = _to_heads(B, x), _to_heads(C, x)
     M, Ibar = state.unbind(2)
     alpha = torch.exp(-A * dt)[..., None, None]
@@ -169,12 +172,13 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tens
 
 def paths(device: torch.device) -> dict[str, str]:
     """What each operation runs on for tensors on `device`, in words."""
+    palimpsa = "Triton" if device.type == "cuda" and triton is not None else "PyTorch"
     mamba2 = "PyTorch"
     if device.type == "cuda":
         mamba2 = "PyTorch: mamba_ssm's kernels do not import" if _mamba_ssm_kernels() is None else "mamba_ssm (Triton)"
     return {
-        "Palimpsa scan": "Triton" if device.type == "cuda" and triton is not None else "PyTorch",
-        "Palimpsa decoding": "PyTorch",
+        "Palimpsa scan": palimpsa,
+        "Palimpsa decoding": palimpsa,
         "Mamba2 scan": mamba2,
         "Mamba2 decoding": mamba2,
         "causal convolution": "PyTorch",
