@@ -14,12 +14,12 @@ from scan_cases import Case, check, differentiate, make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# dA sums d log alpha over all tokens; with the random gradients of these tests the sum cancels, and what rounding
-# leaves of it is larger, relatively, than each term's error (which ddt shows).
+# dA and dI_prior sum over all tokens, rows and keys; with the random gradients of these tests the sums cancel, and
+# what rounding leaves of them is larger, relatively, than each term's error (which ddt and dbeta show).
 TOLERANCES = {
-    torch.float32: {"all": 1e-5, "dA": 1e-3, "ddt": 1e-4},
-    torch.float16: {"all": 2e-3, "dA": 1e-2},
-    torch.bfloat16: {"all": 5e-3, "dA": 5e-2},
+    torch.float32: {"all": 2e-5, "dA": 2e-3, "ddt": 1e-4},
+    torch.float16: {"all": 2e-3, "dA": 1e-2, "dI_prior": 1e-2},
+    torch.bfloat16: {"all": 5e-3, "dA": 3e-2, "dI_prior": 2e-2},
 }
 bf16, fp16 = torch.bfloat16, torch.float16
 LENGTHS = [Case(2, t, 4, 64, 128, 1, bf16, initial=True) for t in (1, 63, 64, 65, 255, 257, 2049)]
@@ -39,8 +39,10 @@ OPTIONS = [
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Uninitialised memory is NaN, so that whatever the kernels fail to write shows."""
+def poison(monkeypatch, request):
+    """Uninitialised memory is NaN, so that whatever the kernels fail to write shows; not while compiling."""
+    if "compiles" in request.node.name:
+        return
     empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
 
     def poisoned(make_empty):

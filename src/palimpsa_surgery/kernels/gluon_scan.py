@@ -11,7 +11,7 @@ program, and stay in L2; each row's are loaded one row ahead.
 try:
     import triton.experimental.gluon.language as gl
     from triton.experimental import gluon
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
     jit = gluon.jit
     _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -117,6 +117,20 @@ def _first_column(x, LX: gl.constexpr):
     even, _ = gl.split(x)
     first, _ = gl.split(gl.permute(even, (0, 2, 1)))
     return gl.convert_layout(first, LX, assert_trivial=True)
+
+
+@jit
+def _row_by_lane(x, LG: gl.constexpr):
+    """[128 n, 4 c] to [lane, its four n]."""
+    x = gl.permute(gl.reshape(x, [2, 4, 2, 8, 4]), (1, 3, 4, 0, 2))
+    return gl.convert_layout(gl.reshape(x, [128, 4]), LG)
+
+
+@jit
+def _rows_by_lane(x, LGP: gl.constexpr):
+    """[128 n, 16 p] to [lane row and p, its four n]."""
+    x = gl.permute(gl.reshape(x, [2, 4, 2, 8, 16]), (1, 3, 4, 0, 2))
+    return gl.convert_layout(gl.reshape(x, [512, 4]), LGP)
 
 
 @jit
@@ -296,7 +310,7 @@ def segment_adjoints(
 
 @jit
 def segment_gradients(
-    x, v, beta, dy, log_alpha, dt, A, B, C, prior, doc, states, adjoints, starts, parts,
+    x, v, beta, dy, log_alpha, dt, A, B, C, prior, doc, states, adjoints, starts, ends, parts,
     dx, dbeta, ddt, dB, dC, dA, dprior,
     x_b, x_t, x_h, dt_b, dt_t, dt_h, B_b, B_t, B_g, C_b, C_t, C_g, g_b, g_t, g_h, ddt_b, ddt_t, ddt_h,
     T, TP, H, HPG, NSEG, TILES,
@@ -305,9 +319,9 @@ def segment_gradients(
     """All gradients of one segment and one head at a time, sub-chunk by sub-chunk from the last.
 
     v = dt x, beta and dy are float32 [b, h, p, TP], log_alpha is [b, h, TP], doc [b, TP], TP = NSEG S, padded with
-    zeros (doc: with its last value). Slot k + 1 of adjoints is the adjoint after segment k and is overwritten;
-    starts [programs, S / 16, 2, p, n] and parts [programs, p, NW, 32] are scratch. The programs share the
-    TILES = b h NSEG segments out among them. x is in its own strides, dx and dbeta in strides g_*. dB, dC
+    zeros (doc: with its last value). Slot k + 1 of adjoints is the adjoint after segment k. starts
+    [programs, S / 16, 2, p, n], ends [programs, 2, p, n] and parts [programs, p, NW, 32] are scratch: the programs
+    share the TILES = b h NSEG segments out among them. x is in its own strides, dx and dbeta in strides g_*. dB, dC
     [b, h, TP, n], dA and dprior [b, h, NSEG] are partial results.
     """
     N: gl.constexpr = 128
@@ -319,44 +333,36 @@ def segment_gradients(
     LT: gl.constexpr = gl.SliceLayout(0, mma)
     LK: gl.constexpr = gl.SliceLayout(1, LBO)
     LC: gl.constexpr = gl.SliceLayout(0, LBO)
-    W4: gl.constexpr = NW == 4
     LF: gl.constexpr = gl.DistributedLinearLayout(
-        [],
-        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[1, 0, 0], [2, 0, 0]] if W4 else [[1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [],
-        [NW, 8, 4],
+        [], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [NW, 8, 4]
     )
     LX: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0], [64, 0]] if W4 else [[8, 0]],
-        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]] if W4 else [[16, 0], [32, 0], [64, 0]],
-        [],
-        [N, 4],
+        [[8, 0], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [N, 4]
     )
     LP: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])  # [p, t]
     LO: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, NW], [0, 1])  # [p, t], p contiguous
-    # Shared memory in the order in which a lane reads it: its n (0, 8, 64, 72) or t (0, 1, 8, 9) side by side
+    # "Lane order": rows of 128 n with the four n of a lane (0, 8, 64, 72) side by side, for 16-byte accesses
     SN: gl.constexpr = gl.SharedLinearLayout([[8], [64], [1], [2], [4], [16], [32]])
-    SPN: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 8], [0, 64], [0, 1], [0, 2], [0, 4], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
+    SR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LR: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])  # [row, place in lane order]
+    LG: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [NW, 1], [1, 0])  # [lane, its n] of one row
+    LGP: gl.constexpr = gl.DistributedLinearLayout(  # [lane row and p, its n] of 16 rows
+        [[0, 1], [0, 2], [1, 0], [8, 0]],
+        [[2, 0], [4, 0], [16, 0], [32, 0], [64, 0]],
+        [[128, 0], [256, 0]],
+        [],
+        [512, 4],
     )
+    # The same for the t of a lane (0, 1, 8, 9)
     ST: gl.constexpr = gl.SharedLinearLayout([[1], [8], [2], [4]])
     SPT: gl.constexpr = gl.SharedLinearLayout(
         [[0, 1], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0]]
     )
-    LE: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 8], [0, 64], [1, 0], [2, 0], [4, 0]] if W4 else [[0, 8], [0, 64], [1, 0], [2, 0]],
-        [[0, 1], [0, 2], [0, 4], [0, 16], [0, 32]],
-        [[8, 0], [16, 0]] if W4 else [[4, 0], [8, 0], [16, 0]],
-        [],
-        [32, N],
-    )
     s_E = gl.allocate_shared_memory(gl.float32, [2 * P, N], SN)
     s_start = gl.allocate_shared_memory(gl.float32, [64, N], SN)
     s_rows = gl.allocate_shared_memory(gl.float32, [3, P, L], SPT)
-    s_E_tiles = s_E._reinterpret(gl.float32, [P // 16, 32, N], SPN)
-    s_start_tiles = s_start._reinterpret(gl.float32, [2, 32, N], SPN)
+    s_E_tiles = s_E._reinterpret(gl.float32, [2 * P // 32, 32, N], SR)
+    s_start_tiles = s_start._reinterpret(gl.float32, [2, 32, N], SR)
     s_rows_t = s_rows._reinterpret(gl.float32, [3 * P, L], ST)
 
     o_n = gl.arange(0, N, layout=LN)
@@ -382,11 +388,23 @@ def segment_gradients(
     op = gl.expand_dims(gl.arange(0, P, layout=gl.SliceLayout(1, LO)), 1)
     ot = gl.expand_dims(gl.arange(0, L, layout=gl.SliceLayout(0, LO)), 0)
     o_s = tt * N + nn
-    o_e = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(1, LE)), 1) * N
-    o_e = o_e + gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LE)), 0)
+    e_row = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(1, LR)), 1) * N
+    e_place = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LR)), 0)
+    o_e = e_row + e_place
+    # from a place in lane order to its n
+    e_n = (e_place & 1) * 8 + (e_place & 2) * 32 + ((e_place >> 2) & 7) + ((e_place >> 5) & 3) * 16
+    o_natural = e_row + e_n
+    g_lane = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(1, LG)), 1)
+    g_r = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, LG)), 0)
+    o_lane = (g_lane // 4) * 4 + g_r
+    first_of_four = (g_lane % 4 + 0 * g_r) == 0
+    gp = gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(1, LGP)), 1)
+    gp_r = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, LGP)), 0)
+    o_lanes = (gp % 16) * N + (gp // 16) * 4 + gp_r
     zero = gl.zeros([N, L], gl.float32, mma)
     program = gl.program_id(0).to(gl.int64)
     p_part = parts + program * P * NW * 32
+    p_E = ends + program * 2 * P * N
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
         i_seg = (tile % NSEG).to(gl.int64)
         i_bh = (tile // NSEG).to(gl.int64)
@@ -403,9 +421,16 @@ def segment_gradients(
         p_beta = beta + i_bh * P * TP
         p_dy = dy + i_bh * P * TP
         p_seg = states + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N
-        p_E = adjoints + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N
+        p_end = adjoints + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N
 
         n_sub = gl.cdiv(gl.minimum(S, T - t0), L)
+        # Adjoints after the segment, into lane order; with the state there, Σ_pn (E_M M + E_I Ibar)
+        e_phi = gl.zeros([32, N], gl.float32, LR)
+        for q in gl.static_range(2 * P // 32):
+            b_e = gl.load(p_end + q * 32 * N + o_natural)
+            gl.store(p_E + q * 32 * N + o_e, b_e)
+            e_phi += b_e * gl.load(p_seg + (2 * P + q * 32) * N + o_natural)
+        phi_end = gl.sum(gl.sum(e_phi, 1), 0)
         # States at the sub-chunks' starts, in [n, p] tiles of 16 rows
         m0 = gl.load(p_seg + o_s)
         m1 = gl.load(p_seg + 16 * N + o_s)
@@ -420,14 +445,14 @@ def segment_gradients(
             b_before = gl.load(p_doc + gl.maximum(t0 - 1, 0))
         for j in range(n_sub):
             p_start = starts + (program * (S // L) + j) * 2 * P * N
-            gl.store(p_start + o_s, m0)
-            gl.store(p_start + 16 * N + o_s, m1)
-            gl.store(p_start + 32 * N + o_s, m2)
-            gl.store(p_start + 48 * N + o_s, m3)
-            gl.store(p_start + P * N + o_s, i0)
-            gl.store(p_start + (P + 16) * N + o_s, i1)
-            gl.store(p_start + (P + 32) * N + o_s, i2)
-            gl.store(p_start + (P + 48) * N + o_s, i3)
+            gl.store(p_start + o_lanes, _rows_by_lane(m0, LGP))
+            gl.store(p_start + 16 * N + o_lanes, _rows_by_lane(m1, LGP))
+            gl.store(p_start + 32 * N + o_lanes, _rows_by_lane(m2, LGP))
+            gl.store(p_start + 48 * N + o_lanes, _rows_by_lane(m3, LGP))
+            gl.store(p_start + P * N + o_lanes, _rows_by_lane(i0, LGP))
+            gl.store(p_start + (P + 16) * N + o_lanes, _rows_by_lane(i1, LGP))
+            gl.store(p_start + (P + 32) * N + o_lanes, _rows_by_lane(i2, LGP))
+            gl.store(p_start + (P + 48) * N + o_lanes, _rows_by_lane(i3, LGP))
             s = t0 + j * L
             k_w = gl.zeros([L], gl.float32, LK)
             k_all = 0.0
@@ -458,8 +483,8 @@ def segment_gradients(
             i3 = mma_v2(k_B2, (gl.load(p_beta + 48 * TP + o_kc) * k_w).to(gl.bfloat16), i3 * k_keep)
         _barrier()
 
-        b_dprior = 0.0
-        b_dA = 0.0
+        b_dprior = gl.zeros([L], gl.float32, gl.SliceLayout(0, LP))
+        b_dA = gl.zeros([L], gl.float32, gl.SliceLayout(0, LP))
         for i in range(n_sub):
             j = n_sub - 1 - i
             ts = t0 + j * L
@@ -467,23 +492,19 @@ def segment_gradients(
             if HAS_DOC:
                 b_before = gl.load(p_doc + gl.maximum(ts - 1, 0))
 
-            # All loads before the first store: their latencies overlap
-            e0 = gl.load(p_E + o_e)
-            e1 = gl.load(p_E + 32 * N + o_e)
-            e2 = gl.load(p_E + 64 * N + o_e)
-            e3 = gl.load(p_E + 96 * N + o_e)
+            p_start = starts + (program * (S // L) + j) * 2 * P * N
+            for q in gl.static_range(2 * P // 32):
+                async_copy.async_copy_global_to_shared(s_E_tiles.index(q), p_E + q * 32 * N + o_e)
+            async_copy.async_copy_global_to_shared(s_start_tiles.index(0), p_start + o_e)
+            async_copy.async_copy_global_to_shared(s_start_tiles.index(1), p_start + P * N + o_e)
+            async_copy.commit_group()
             o_row = pp * TP + ts + ptt
             b_rows = gl.load(p_v + o_row)
             b_rows_u = gl.load(p_beta + o_row)
             b_rows_dy = gl.load(p_dy + o_row)
-            s_E_tiles.index(0).store(e0)
-            s_E_tiles.index(1).store(e1)
-            s_E_tiles.index(2).store(e2)
-            s_E_tiles.index(3).store(e3)
             s_rows.index(0).store(b_rows)
             s_rows.index(1).store(b_rows_u)
             s_rows.index(2).store(b_rows_dy)
-            p_start = starts + (program * (S // L) + j) * 2 * P * N
 
             # Decays: D [s, t] as an operand [k, c], and the same with tokens and keys exchanged for the adjoints
             b_D = gl.zeros([L, L], gl.float32, LBO)
@@ -525,10 +546,12 @@ def segment_gradients(
             b_z = _lane_sums(zero, NW)
             b_phi = gl.zeros([N, 4], gl.float32, LX)
             for p0 in range(0, P, 32):
-                b_start = gl.load(p_start + p0 * N + o_e)
-                b_start_I = gl.load(p_start + (P + p0) * N + o_e)
-                s_start_tiles.index(0).store(b_start)
-                s_start_tiles.index(1).store(b_start_I)
+                if p0 > 0:
+                    _barrier()
+                    async_copy.async_copy_global_to_shared(s_start_tiles.index(0), p_start + p0 * N + o_e)
+                    async_copy.async_copy_global_to_shared(s_start_tiles.index(1), p_start + (P + p0) * N + o_e)
+                    async_copy.commit_group()
+                async_copy.wait_group(0)
                 _barrier()  # before the loop, so that none is needed in it
                 for row in range(32):
                     p = p0 + row
@@ -565,8 +588,8 @@ def segment_gradients(
                     x_M0 = gl.expand_dims(gl.convert_layout(b_M0, gl.SliceLayout(1, LX), assert_trivial=True), 1)
                     x_I0 = gl.expand_dims(gl.convert_layout(b_I0, gl.SliceLayout(1, LX), assert_trivial=True), 1)
                     b_phi += x_E * x_M0 + x_EI * x_I0
-                    gl.store(p_E + p * N + o_x, x_E, mask=first_lane)
-                    gl.store(p_E + (P + p) * N + o_x, x_EI, mask=first_lane)
+                    gl.store(p_E + p * N + o_lane, _row_by_lane(x_E, LG), mask=first_of_four)
+                    gl.store(p_E + (P + p) * N + o_lane, _row_by_lane(x_EI, LG), mask=first_of_four)
             _barrier()
 
             o_out = (i_bh * TP + ts + tt) * N + nn
@@ -587,25 +610,35 @@ def segment_gradients(
             b_zs = -gl.convert_layout(z_t, gl.SliceLayout(0, LP))
             b_d = -b_prior * b_zs - b_u_sum
             b_phi_sum = gl.sum(gl.sum(gl.where(first_lane, b_phi, 0.0), 1), 0)
-            # q[t] = q[first], unless a document began since, minus the sum of b_d over the document's earlier tokens
+            # q[t] = q[first] minus the sum of b_d over the earlier tokens since the last reset, where q is zero. A
+            # reset is a document's start or a token that keeps nothing (q there would be rounding error).
             LQ: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])
             qs = gl.arange(0, L, layout=gl.SliceLayout(1, LQ))
             qt = gl.arange(0, L, layout=gl.SliceLayout(0, LQ))
-            earlier = gl.expand_dims(qs, 1) < gl.expand_dims(qt, 0)
+            resets_s = gl.zeros([L], gl.int32, gl.SliceLayout(1, LQ))
+            resets = gl.zeros([L], gl.int32, gl.SliceLayout(0, LQ))
+            for r in gl.static_range(L):
+                reset = gl.load(p_log + ts + r) < -20.0
+                if HAS_DOC:
+                    reset = reset | (gl.load(p_doc + ts + r) != gl.load(p_doc + gl.maximum(ts + r - 1, 0)))
+                resets_s += gl.where(qs >= r, reset.to(gl.int32), 0)
+                resets += gl.where(qt >= r, reset.to(gl.int32), 0)
+            earlier = (gl.expand_dims(qs, 1) < gl.expand_dims(qt, 0)) & (
+                gl.expand_dims(resets_s, 1) == gl.expand_dims(resets, 0)
+            )
             b_ds = gl.expand_dims(gl.convert_layout(b_d, gl.SliceLayout(1, LQ)), 1)
+            b_q = gl.where(resets == 0, b_phi_sum, 0.0) - gl.sum(gl.where(earlier, b_ds, 0.0), 0)
+            # Without a reset q must arrive at the next sub-chunk's q[first]: spread what rounding leaves over it
+            miss = gl.where(gl.sum(resets, 0) == 0, b_phi_sum - gl.sum(b_d, 0) - phi_end, 0.0)
+            b_q -= miss * (qt.to(gl.float32) / L)
+            b_q = gl.where(gl.load(p_log + ts + qt) < -20.0, 0.0, b_q)
             if HAS_DOC:
-                q_doc = gl.load(p_doc + ts + qt)
-                earlier = earlier & (gl.expand_dims(gl.load(p_doc + ts + qs), 1) == gl.expand_dims(q_doc, 0))
-            b_q = b_phi_sum - gl.sum(gl.where(earlier, b_ds, 0.0), 0)
-            if HAS_DOC:
-                b_q = gl.where(q_doc == b_before, b_q, b_q - b_phi_sum)
-                b_q = gl.where(q_doc == gl.load(p_doc + gl.maximum(ts + qt - 1, 0)), b_q, 0.0)
-            # where nothing is kept, q is rounding error
-            b_q = gl.where(gl.load(p_log + ts + qt) > -20.0, b_q, 0.0)
+                b_q = gl.where(gl.load(p_doc + ts + qt) == gl.load(p_doc + gl.maximum(ts + qt - 1, 0)), b_q, 0.0)
+            phi_end = b_phi_sum
             m_q = ts + qt < T
             q_dt = gl.load(dt + b * dt_b + (ts + qt) * dt_t + h * dt_h, mask=m_q, other=0.0)
-            b_dA -= gl.sum(q_dt * b_q, 0)
-            b_dprior += gl.sum(b_zs, 0)
+            b_dA -= q_dt * b_q
+            b_dprior += b_zs
 
             b_dv = gl.convert_layout(b_dv, LO)
             b_du = gl.convert_layout(b_du, LO)
@@ -618,6 +651,6 @@ def segment_gradients(
             gl.store(dx + o_g, (b_dv * b_dt).to(dx.dtype.element_ty), mask=m_o)
             gl.store(dbeta + o_g, b_du.to(dbeta.dtype.element_ty), mask=m_o)
             _barrier()
-        gl.store(dA + i_bh * NSEG + i_seg, b_dA)
-        gl.store(dprior + i_bh * NSEG + i_seg, b_dprior)
+        gl.store(dA + i_bh * NSEG + i_seg, gl.sum(b_dA, 0))
+        gl.store(dprior + i_bh * NSEG + i_seg, gl.sum(b_dprior, 0))
         _barrier()  # starts and parts are used again

@@ -59,7 +59,9 @@ except ImportError:  # the module still imports; `palimpsa_scan_triton` is then 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 # Tokens a segment: the read-out takes 8.8, 8.9, 8.9 ms with 256, 512, 1024; 512 keeps the states at 0.33 GiB.
 FORWARD_SEGMENT = 512
-# 256 saves 1.2 ms of state passing and costs 6 ms of gradients.
+# Backward: the tuned kernels take 70.9 ms with 256 and 72.8 with 128; the portable one, which works out each
+# sub-chunk's starting state from the segment's, prefers 128.
+TUNED_SEGMENT = 256
 BACKWARD_SEGMENT = 128
 SUB_CHUNK = 16
 KEY_BLOCK = 64  # of the portable gradient kernel: 10% faster than 32 on Hopper although it spills registers
@@ -362,6 +364,10 @@ def _segment_gradients(
     p_start = starts + (i_bh * NSEG + i_seg) * 2 * P * N  # state at the sub-chunk's start
     p_E = adjoints + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N + o_n
     b_dprior = 0.0
+    phi_end = 0.0  # Σ_pn (E_M M + E_I Ibar) after the segment, of these keys
+    for p in range(2 * P):
+        b_E = tl.load(p_E + p * N, mask=m_n, other=0.0)
+        phi_end += tl.sum(b_E * tl.load(p_seg + (2 * P + p) * N + o_n, mask=m_n, other=0.0), 0)
     n_sub = tl.cdiv(tl.minimum(S, T - t0), L)
     for i in range(n_sub):
         j = n_sub - 1 - i
@@ -483,18 +489,22 @@ def _segment_gradients(
         o_out = (i_bh * T + t[None, :]) * N + o_n[:, None]
         tl.store(dC + o_out, b_dC, mask=m_nt)
         tl.store(dB + o_out, b_dB + 2.0 * b_Bf * b_dB2, mask=m_nt)
-        # q[t] = q[first], unless a document began since, minus the sum of b_d over the document's earlier tokens
+        # q[t] = q[first] minus the sum of b_d over the earlier tokens since the last reset, where q is zero. A reset is
+        # a document's start or a token that keeps nothing (q there would be rounding error).
         b_d = -b_prior * b_z - b_u_sum
-        m_sum = o_l[:, None] < o_l[None, :]
-        b_q = tl.zeros([L], tl.float32) + tl.sum(b_phi, 0)
+        b_reset = (b_log < -20.0).to(tl.int32)
         if HAS_DOC:
-            m_sum = m_sum & (b_doc[:, None] == b_doc[None, :])
-            b_q = tl.where(b_doc == b_before, b_q, 0.0)
-        b_q -= tl.sum(tl.where(m_sum, b_d[:, None], 0.0), 0)
-        if HAS_DOC:
-            b_prev = tl.load(p_doc + tl.maximum(t - 1, 0), mask=m_t, other=-1)
-            b_q = tl.where(b_doc == b_prev, b_q, 0.0)
-        b_q = tl.where(b_log > -20.0, b_q, 0.0)  # where nothing is kept, q is rounding error
+            b_previous = tl.load(p_doc + tl.maximum(t - 1, 0), mask=m_t, other=-1)
+            b_reset = tl.where(b_doc == b_previous, b_reset, 1)
+        b_resets = tl.sum(tl.where(o_l[:, None] <= o_l[None, :], b_reset[:, None], 0), 0)
+        b_resets_s = tl.sum(tl.where(o_l[None, :] <= o_l[:, None], b_reset[None, :], 0), 1)
+        m_sum = (o_l[:, None] < o_l[None, :]) & (b_resets_s[:, None] == b_resets[None, :])
+        b_phi_sum = tl.sum(b_phi, 0)
+        b_q = tl.where(b_resets == 0, b_phi_sum, 0.0) - tl.sum(tl.where(m_sum, b_d[:, None], 0.0), 0)
+        # without a reset q must arrive at the next sub-chunk's q[first]: spread what rounding leaves over the tokens
+        b_miss = tl.where(tl.sum(b_resets, 0) == 0, b_phi_sum - tl.sum(b_d, 0) - phi_end, 0.0)
+        b_q = tl.where(b_reset == 0, b_q - b_miss * (o_l.to(tl.float32) / L), 0.0)
+        phi_end = b_phi_sum
         tl.store(dlog + i_part * T + t, b_q, mask=m_t)
         b_dprior += tl.sum(b_z, 0)
         tl.debug_barrier()
@@ -672,7 +682,7 @@ def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance)
 
 
 def _backward_heads(
-    x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients, heads, group, first, tuned
+    x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients, heads, group, first, tuned, segment
 ):
     """Write or, for dB and dC of the group, add what these heads, a slice within one group, contribute."""
     dx, ddt, dA, dB, dC, dbeta, dprior, dinitial = gradients
@@ -684,7 +694,7 @@ def _backward_heads(
     state_size = B.shape[3]
     documents = dt if doc is None else doc
     initial = None if initial_state is None else initial_state[:, heads]
-    states, decay = _states(x, dt, A, B, beta, initial, doc, BACKWARD_SEGMENT, n_heads)
+    states, decay = _states(x, dt, A, B, beta, initial, doc, segment, n_heads)
     segments = decay.shape[2]
     adjoints = torch.empty_like(states)
     if dfinal is None:
@@ -697,7 +707,7 @@ def _backward_heads(
         segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
             x, dt, beta, A, B, C, I_prior, dy, documents, states, adjoints,
             *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
-            time, n_heads, n_heads, head_dim, segments, BACKWARD_SEGMENT,
+            time, n_heads, n_heads, head_dim, segments, segment,
             BP=BP, R=R, KC=KC, HAS_DOC=doc is not None, num_warps=1,
         )  # fmt: skip
     else:
@@ -705,13 +715,13 @@ def _backward_heads(
         _segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
             x, dt, beta, A, B, C, I_prior, dy, dvar, documents, states, adjoints,
             *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3], *C.stride()[:3], *dy.stride(),
-            *dvar.stride(), time, n_heads, n_heads, head_dim, state_size, segments, BACKWARD_SEGMENT,
+            *dvar.stride(), time, n_heads, n_heads, head_dim, state_size, segments, segment,
             BP=BP, BN=_power_of_two(state_size), **flags, num_warps=1,
         )  # fmt: skip
     _pass(adjoints, decay, reverse=True)
     if dinitial is not None:
         dinitial[:, heads].copy_(adjoints[:, :, 0])
-    arguments = (x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior)
+    arguments = (x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment)
     keys = _gradients_tuned(*arguments) if tuned else _gradients_portable(*arguments, dvar, flags)
     for part, total in zip(keys, (dB, dC), strict=True):
         part_size, size, block = part[0, 0].numel(), total[0].numel(), 1024
@@ -720,11 +730,11 @@ def _backward_heads(
         )
 
 
-def _gradients_tuned(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior):
+def _gradients_tuned(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment):
     """Step 5 through `gluon_scan.py`; returns dB and dC `[b, h, segments S, n]`."""
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], states.shape[2] - 1
-    padded = segments * BACKWARD_SEGMENT
+    padded = segments * segment
     rows = x.new_empty(3, batch, heads, head_dim, padded, dtype=torch.float32)
     log_alpha = x.new_empty(batch, heads, padded, dtype=torch.float32)
     BT = 64
@@ -738,16 +748,17 @@ def _gradients_tuned(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, d
         documents = torch.cat((doc, doc[:, -1:].expand(-1, padded - time)), 1)
     tiles = segments * batch * heads
     programs = min(tiles, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
-    starts = x.new_empty(programs, BACKWARD_SEGMENT // SUB_CHUNK, 2, head_dim, state_size, dtype=torch.float32)
+    starts = x.new_empty(programs, segment // SUB_CHUNK, 2, head_dim, state_size, dtype=torch.float32)
+    ends = x.new_empty(programs, 2, head_dim, state_size, dtype=torch.float32)
     parts = x.new_empty(programs, head_dim, 32 * NUM_WARPS, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
     scalars = x.new_empty(2, batch, heads, segments, dtype=torch.float32)
     segment_gradients[(programs,)](
-        x, *rows, log_alpha, dt, A, B, C, I_prior, documents, states, adjoints, starts, parts,
+        x, *rows, log_alpha, dt, A, B, C, I_prior, documents, states, adjoints, starts, ends, parts,
         dx, dbeta, ddt, *keys, *scalars,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], *dx.stride()[:3], *ddt.stride(),
         time, padded, heads, heads, segments, tiles,
-        S=BACKWARD_SEGMENT, P=head_dim, NW=NUM_WARPS, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
+        S=segment, P=head_dim, NW=NUM_WARPS, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
     dA.copy_(scalars[0].sum((0, 2)))
     dprior.copy_(scalars[1].sum((0, 2)))
@@ -755,7 +766,7 @@ def _gradients_tuned(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, d
 
 
 def _gradients_portable(
-    x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, dvar, flags
+    x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment, dvar, flags
 ):
     """Step 5 in plain Triton; returns dB and dC `[b, h, t, n]`."""
     batch, time, heads, head_dim = x.shape
@@ -773,7 +784,7 @@ def _gradients_portable(
         *rows, *keys, dlog, dprior_part,
         *dt.stride(), *B.stride()[:3], *C.stride()[:3],
         time, batch, heads, heads, head_dim, state_size, segments,
-        S=BACKWARD_SEGMENT, L=SUB_CHUNK, BP=min(32, max(16, _power_of_two(head_dim))), BN=BN,
+        S=segment, L=SUB_CHUNK, BP=min(32, max(16, _power_of_two(head_dim))), BN=BN,
         **flags, **_dot_types(x), num_warps=1, num_stages=1,
     )  # fmt: skip
     BT = 64
@@ -797,9 +808,10 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
     dinitial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     dB, dC = (torch.empty(B.shape, dtype=B.dtype, device=x.device) for _ in range(2))
     tuned = dvar is None and _tuned_fits(x, beta, B)
+    segment = TUNED_SEGMENT if tuned else BACKWARD_SEGMENT
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     # bytes of temporary tensors for each head: states, adjoints, scratch; transposed copies; partial results
-    state_bytes = (2 if tuned else 3) * 2 * 4 * head_dim * state_size * (triton.cdiv(time, BACKWARD_SEGMENT) + 1)
+    state_bytes = (2 if tuned else 3) * 2 * 4 * head_dim * state_size * (triton.cdiv(time, segment) + 1)
     row_values = 3 if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
     row_bytes = int(4 * time * head_dim * row_values)
     per_head = batch * (state_bytes + row_bytes + 2 * 4 * time * state_size)
@@ -816,6 +828,7 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
             _backward_heads(
                 x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients,
                 slice(h0, min(h0 + step, end)), g, first=h0 == g * heads_per_group, tuned=tuned,
+                segment=segment,
             )  # fmt: skip
         dB[:, :, g] = group_dB
         dC[:, :, g] = group_dC
