@@ -59,7 +59,11 @@ def poison(monkeypatch, request):
 
 @pytest.mark.parametrize("case", LENGTHS + OPTIONS, ids=str)
 def test_scan(case):
-    check(palimpsa_scan_triton, case, TOLERANCES[case.dtype], "cuda")
+    tolerances = dict(TOLERANCES[case.dtype])
+    if case.extreme == "decay" and case.dtype is bf16:
+        # d log alpha of a token that keeps 1e-3 of its state is a small difference of what large neighbours sum to
+        tolerances["ddt"] = 1e-2
+    check(palimpsa_scan_triton, case, tolerances, "cuda")
 
 
 @pytest.mark.parametrize("time", [64, 257])
