@@ -8,12 +8,19 @@ import typer
 
 def train(
     checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id: what `replace` wrote, or a Mamba2.")],
-    recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a YAML file.")],
-    output: Annotated[Path, typer.Option(help="Folder of the run: new, or that of the same run to resume.")],
-    stage: Annotated[str | None, typer.Option(help="Run only this stage; the one before must be done.")] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="A recipe that ships, such as demo, or a YAML file.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of the run: new, or that of the same run to go on with.")],
+    stage: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run only this stage; the one before it must be done.")
+    ] = None,
     max_steps: Annotated[int | None, typer.Option(help="Run at most this many steps of each stage.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed to use instead of the recipe's.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; load and write nothing.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder, tokenizer.json or Hub id, if CHECKPOINT brings no tokenizer.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; load no weights, write nothing.")] = False,
 ) -> None:
     """Train a checkpoint through the stages of a recipe; run again, it goes on where it stopped.
 
@@ -25,12 +32,13 @@ def train(
     from palimpsa_surgery.cli.console import console, print_path
     from palimpsa_surgery.stages import pipeline
 
-    plan = pipeline.train(checkpoint, recipe, output, stage=stage, max_steps=max_steps, seed=seed, dry_run=True).plan
-    console.print(plan)
+    options = {"stage": stage, "max_steps": max_steps, "seed": seed, "tokenizer": tokenizer}
+    console.print(pipeline.train(checkpoint, recipe, output, **options, dry_run=True).plan)
     if dry_run:
+        console.print("Dry run: nothing was written.")
         return
-    run = pipeline.train(checkpoint, recipe, output, stage=stage, max_steps=max_steps, seed=seed)
+    run = pipeline.train(checkpoint, recipe, output, **options)
     console.print(run)
     if run.already_finished:
-        console.print("This run is already finished.")
+        console.print("This run was finished already.")
     print_path("Wrote", run.final or output)

@@ -90,6 +90,7 @@ def train(
     stage: str | None = None,
     max_steps: int | None = None,
     seed: int | None = None,
+    tokenizer: str | Path | None = None,
     dry_run: bool = False,
 ) -> Run:
     """Train a checkpoint through a recipe's stages; called again, go on where it stopped.
@@ -105,6 +106,7 @@ def train(
         stage: run only the stage of this name; the one before it must be done.
         max_steps: run at most this many steps of each stage; learning rates follow the shortened stage.
         seed: use this seed instead of the recipe's.
+        tokenizer: folder, `tokenizer.json` or Hub id, where the checkpoint does not bring its own.
         dry_run: only work out the plan; load no weights and write nothing.
 
     Raises:
@@ -122,11 +124,12 @@ def train(
     if stage is not None and stage not in names:
         raise UserError(f"recipe {recipe.name} has no stage {stage!r}; its stages are {', '.join(names)}")
     output = Path(output)
+    options = {"max_steps": max_steps, "tokenizer": None if tokenizer is None else str(tokenizer)}
     record = _read_run(output)
     if record is None:
         check_output_directory(output)
     else:
-        _check_same_recipe(output, record, recipe, max_steps)
+        _check_same_conditions(output, record, recipe, options)
 
     from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
 
@@ -139,9 +142,9 @@ def train(
     if dry_run:
         return Run(plan, {}, ())
 
-    tokenizer = load_tokenizer(source)
+    text_tokenizer = load_tokenizer(source, tokenizer)
     if record is None:
-        record = _start(plan, max_steps, tokenizer, fingerprint(load_model(source)))
+        record = _start(plan, options, text_tokenizer, fingerprint(load_model(source)))
     elif (found := fingerprint(load_model(source))) != record["base_fingerprint"]:
         raise UserError(
             f"run {output} was started from other weights: fingerprint {record['base_fingerprint']}, "
@@ -150,7 +153,7 @@ def train(
     did = []
     for index in wanted:
         if record["stages"][index]["status"] != "done":
-            run_stage(plan, record, index, tokenizer)
+            run_stage(plan, record, index, text_tokenizer)
             did.append(names[index])
     return Run(plan, record, tuple(did))
 
@@ -204,7 +207,7 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     _discard([folder / "data", *folder.glob("checkpoint-*")])
 
 
-def _start(plan: Plan, max_steps: int | None, tokenizer: "PreTrainedTokenizerBase", base_fingerprint: str) -> dict:
+def _start(plan: Plan, options: dict, tokenizer: "PreTrainedTokenizerBase", base_fingerprint: str) -> dict:
     """Make the run's folder, with every stage's data in it; it appears whole or not at all."""
     import torch
     import transformers
@@ -232,7 +235,7 @@ def _start(plan: Plan, max_steps: int | None, tokenizer: "PreTrainedTokenizerBas
             "base": plan.source.name,
             "base_fingerprint": base_fingerprint,
             "seed": plan.recipe.seed,
-            "max_steps": max_steps,
+            **options,
             "stages": stages,
             "final": None,
             "versions": {
@@ -269,11 +272,12 @@ def _write_run(output: Path, record: dict) -> None:
     os.replace(draft, output / RUN_FILE)
 
 
-def _check_same_recipe(output: Path, record: dict, recipe: Recipe, max_steps: int | None) -> None:
+def _check_same_conditions(output: Path, record: dict, recipe: Recipe, options: dict) -> None:
     """Refuse to go on with a run under other conditions than it was started under."""
     old = yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
-    changes = list(differences(old, yaml.safe_load(recipe.to_yaml())))
-    changes += differences(record["max_steps"], max_steps, "--max-steps")
+    changes = [*differences(old, yaml.safe_load(recipe.to_yaml()))]
+    for name, value in options.items():
+        changes += differences(record[name], value, f"--{name.replace('_', '-')}")
     if changes:
         raise UserError(f"run {output} was started differently: {'; '.join(changes)} (choose another --output)")
 

@@ -86,8 +86,9 @@ class Plan:
         config = self.source.config
         memory = self.parameters * BYTES_PER_PARAMETER / 2**30
         lines = [
-            f"{self.source.name}: {self.parameters:,} parameters, "
-            f"{len(config.palimpsa_layers)} of {config.num_hidden_layers} layers are Palimpsa layers",
+            f"Checkpoint {self.source.name}",
+            f"{self.parameters:,} parameters, {len(config.palimpsa_layers)} of {config.num_hidden_layers} layers "
+            "are Palimpsa layers.",
             f"Weights, gradients and optimizer take {memory:.2f} GiB; activations come on top.",
             *self.notes,
         ]
