@@ -14,7 +14,9 @@ try:
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
     jit = gluon.jit
+    # names differ between Triton 3.6 to 3.8 and 3.9
     _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+    _copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
     AVAILABLE = True
 except (ImportError, AttributeError):  # no triton, or a version whose Gluon differs: the portable kernels run
     from types import SimpleNamespace
@@ -30,6 +32,19 @@ except (ImportError, AttributeError):  # no triton, or a version whose Gluon dif
 # of 64 rows that leave room for two programs in a multiprocessor's shared memory.
 HEAD_DIM, STATE_SIZE = 64, 128
 NUM_WARPS = 4
+
+
+if AVAILABLE and hasattr(gl.shared_memory_descriptor, "reinterpret"):  # Triton 3.9
+
+    @jit
+    def _view(shared, shape: gl.constexpr, layout: gl.constexpr):
+        return shared.reinterpret(gl.float32, shape, layout)
+
+else:
+
+    @jit
+    def _view(shared, shape: gl.constexpr, layout: gl.constexpr):
+        return shared._reinterpret(gl.float32, shape, layout)
 
 
 @jit
@@ -361,9 +376,9 @@ def segment_gradients(
     s_E = gl.allocate_shared_memory(gl.float32, [2 * P, N], SN)
     s_start = gl.allocate_shared_memory(gl.float32, [64, N], SN)
     s_rows = gl.allocate_shared_memory(gl.float32, [3, P, L], SPT)
-    s_E_tiles = s_E._reinterpret(gl.float32, [2 * P // 32, 32, N], SR)
-    s_start_tiles = s_start._reinterpret(gl.float32, [2, 32, N], SR)
-    s_rows_t = s_rows._reinterpret(gl.float32, [3 * P, L], ST)
+    s_E_tiles = _view(s_E, [2 * P // 32, 32, N], SR)
+    s_start_tiles = _view(s_start, [2, 32, N], SR)
+    s_rows_t = _view(s_rows, [3 * P, L], ST)
 
     o_n = gl.arange(0, N, layout=LN)
     o_t = gl.arange(0, L, layout=LT)
@@ -494,9 +509,9 @@ def segment_gradients(
 
             p_start = starts + (program * (S // L) + j) * 2 * P * N
             for q in gl.static_range(2 * P // 32):
-                async_copy.async_copy_global_to_shared(s_E_tiles.index(q), p_E + q * 32 * N + o_e)
-            async_copy.async_copy_global_to_shared(s_start_tiles.index(0), p_start + o_e)
-            async_copy.async_copy_global_to_shared(s_start_tiles.index(1), p_start + P * N + o_e)
+                _copy_to_shared(s_E_tiles.index(q), p_E + q * 32 * N + o_e)
+            _copy_to_shared(s_start_tiles.index(0), p_start + o_e)
+            _copy_to_shared(s_start_tiles.index(1), p_start + P * N + o_e)
             async_copy.commit_group()
             o_row = pp * TP + ts + ptt
             b_rows = gl.load(p_v + o_row)
@@ -548,8 +563,8 @@ def segment_gradients(
             for p0 in range(0, P, 32):
                 if p0 > 0:
                     _barrier()
-                    async_copy.async_copy_global_to_shared(s_start_tiles.index(0), p_start + p0 * N + o_e)
-                    async_copy.async_copy_global_to_shared(s_start_tiles.index(1), p_start + (P + p0) * N + o_e)
+                    _copy_to_shared(s_start_tiles.index(0), p_start + p0 * N + o_e)
+                    _copy_to_shared(s_start_tiles.index(1), p_start + (P + p0) * N + o_e)
                     async_copy.commit_group()
                 async_copy.wait_group(0)
                 _barrier()  # before the loop, so that none is needed in it

@@ -59,7 +59,7 @@ except ImportError:  # the module still imports; `palimpsa_scan_triton` is then 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 # Tokens a segment: the read-out takes 8.8, 8.9, 8.9 ms with 256, 512, 1024; 512 keeps the states at 0.33 GiB.
 FORWARD_SEGMENT = 512
-# Backward: the tuned kernels take 70.9 ms with 256 and 72.8 with 128; the portable one, which works out each
+# Backward: the tuned kernels take 71.7 ms in all with 256 and 73.5 with 128; the portable one, which works out each
 # sub-chunk's starting state from the segment's, prefers 128.
 TUNED_SEGMENT = 256
 BACKWARD_SEGMENT = 128
