@@ -36,6 +36,11 @@ def reference_path() -> Path:
     return Path(__file__).parent / "data" / "tiny-mamba2-reference.safetensors"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest test first, so that other processes do the rest meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_demo.py")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command line call left behind."""

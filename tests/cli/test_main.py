@@ -70,7 +70,7 @@ def test_version(cli):
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(cli, monkeypatch):
-    def fail(**_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise UserError("the file is\nnot what it should be")
 
     monkeypatch.setattr("palimpsa_surgery.surgery.export.export", fail)
@@ -91,7 +91,7 @@ def test_a_usage_error_is_one_line_and_exit_code_2(cli, arguments, message):
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(cli, monkeypatch):
-    def interrupt(**_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("palimpsa_surgery.surgery.export.export", interrupt)
@@ -100,7 +100,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(cli, monkeypatch):
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch, cli):
-    def fail(**_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("palimpsa_surgery.surgery.export.export", fail)

@@ -7,7 +7,9 @@ import typer
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A finished run of `train`, or a folder that `replace` wrote.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A finished run of `train`, or a folder that `replace` wrote.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     max_length: Annotated[
         int | None,
