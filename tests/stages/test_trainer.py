@@ -168,3 +168,20 @@ def test_a_checkpoint_cut_short_is_not_resumed_from(tmp_path):
             (folder / "trainer_state.json").write_text(state)
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
     assert last_checkpoint(tmp_path / "checkpoint-2") is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_weights_stay_float32_under_bfloat16_autocast(run, small_recipe, small_model, tmp_path):
+    trainer = run(small_recipe)
+    assert trainer.args.bf16
+    assert trainer.args.n_gpu == 1
+    for name, value in small_model.named_parameters():
+        assert value.is_cuda
+        assert value.dtype == torch.float32, name
+        assert torch.isfinite(value).all(), name
+    losses = [line["loss"] for line in log_of(tmp_path)]
+    assert losses[-1] < losses[0]
+    sequences = trainer.train_dataset.sequences
+    on_gpu = evaluate(small_model, sequences, max_tokens=10**9, batch_size=2)
+    on_cpu = evaluate(small_model.cpu(), sequences, max_tokens=10**9, batch_size=2)
+    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], rel=2e-2)
