@@ -341,6 +341,19 @@ def test_bad_data_leave_no_run_behind(checkpoint, recipe_dict, write_recipe, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("missing", ["recipe.yaml", "01-first/data"])
+def test_damaged_run(checkpoint, small_recipe, tmp_path, monkeypatch, missing):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            train(checkpoint, small_recipe, run)
+    path = run / missing
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    with pytest.raises(UserError, match=f"is damaged: .*{path.name}"):
+        train(checkpoint, small_recipe, run)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

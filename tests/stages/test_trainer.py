@@ -64,6 +64,12 @@ def test_all_that_should_train_does(run, small_recipe, small_model):
         assert torch.equal(value, before[name]) == name.endswith("Ip_log"), name
 
 
+def test_precision_is_not_taken_from_the_environment(run, small_recipe, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    trainer = run(small_recipe, steps=1)
+    assert trainer.accelerator.mixed_precision == ("bf16" if torch.cuda.is_available() else "no")
+
+
 def test_log_has_each_step_with_its_rate(run, recipe_dict, write_recipe, tmp_path):
     recipe = changed(
         recipe_dict, write_recipe, warmup_steps=2, schedule={"kind": "cosine", "min_ratio": 0.1}, learning_rate=1e-3

@@ -155,6 +155,8 @@ def train(
         if record["stages"][index]["status"] != "done":
             run_stage(plan, record, index, text_tokenizer)
             did.append(names[index])
+        folder = output / plan.stages[index].folder
+        _discard([folder / "data", *folder.glob("checkpoint-*")])
     return Run(plan, record, tuple(did))
 
 
@@ -169,6 +171,8 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     part, entry = plan.stages[index], record["stages"][index]
     stage, folder = part.stage, plan.output / part.folder
     start = plan.output / record["stages"][index - 1]["final"] if index else plan.source
+    if not (folder / "data").is_dir():
+        raise UserError(f"run {plan.output} is damaged: {folder / 'data'} is missing (choose another --output)")
     _discard(folder.glob(".*.partial"))  # what a killed process left of a folder it was writing
 
     began = time.perf_counter()
@@ -204,7 +208,6 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     entry["final"] = f"{part.folder}/final"
     record["final"] = record["stages"][-1]["final"]
     _write_run(plan.output, record)
-    _discard([folder / "data", *folder.glob("checkpoint-*")])
 
 
 def _start(plan: Plan, options: dict, tokenizer: "PreTrainedTokenizerBase", base_fingerprint: str) -> dict:
@@ -274,7 +277,10 @@ def _write_run(output: Path, record: dict) -> None:
 
 def _check_same_conditions(output: Path, record: dict, recipe: Recipe, options: dict) -> None:
     """Refuse to go on with a run under other conditions than it was started under."""
-    old = yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
+    try:
+        old = yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"run {output} is damaged: {RECIPE_FILE} cannot be read ({error})") from None
     changes = [*differences(old, yaml.safe_load(recipe.to_yaml()))]
     for name, value in options.items():
         changes += differences(record[name], value, f"--{name.replace('_', '-')}")

@@ -21,8 +21,8 @@ from palimpsa_surgery.stages.recipe import Stage
 class StageTrainer(Trainer):
     """The Trainer with a stage's parameter groups, data order and log, that stops at the first NaN.
 
-    Weights, gradients and the optimizer are float32; on CUDA the forward pass is autocast to bfloat16, whose
-    range is float32's (float16 overflows in long recurrences).
+    Weights, gradients and the optimizer are float32; on a GPU that has bfloat16 the forward pass is autocast to
+    it. Never to float16, whose range long recurrences exceed.
 
     Args:
         model: float32; it is moved to the GPU if there is one.
@@ -45,12 +45,11 @@ class StageTrainer(Trainer):
         advance: Callable[[int], None],
     ) -> None:
         self.stage = stage
-        on_cuda = torch.cuda.is_available()
         cosine = stage.schedule.kind == "cosine"
         arguments = TrainingArguments(
             output_dir=str(folder),
-            use_cpu=not on_cuda,
-            bf16=on_cuda,
+            use_cpu=not torch.cuda.is_available(),
+            bf16=_has_bfloat16(),
             seed=seed,
             max_steps=steps,
             per_device_train_batch_size=stage.micro_batch_sequences,
@@ -71,7 +70,9 @@ class StageTrainer(Trainer):
             log_level="error",
             report_to=[],
         )
-        # One process drives one device: without this the Trainer would spread it over all it sees.
+        # Both would otherwise come from outside: a precision from the environment (float16 among them), and
+        # data parallelism over all GPUs that this one process sees.
+        arguments.mixed_precision = "bf16" if _has_bfloat16() else "no"
         arguments._n_gpu = min(arguments.n_gpu, 1)
         log = _Log(folder / "log.jsonl", stage.batch_tokens, advance)
         super().__init__(model, arguments, collate, order, callbacks=[log])
@@ -166,7 +167,7 @@ def evaluate(model: PreTrainedModel, sequences: Sequences, *, max_tokens: int, b
     total, targets = 0.0, 0
     for batch in sequences.batches(chosen, batch_size):
         inputs = {key: value.to(model.device) for key, value in batch.items()}
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda" and _has_bfloat16()):
             loss = model(**inputs, use_cache=False).loss
         batch_targets = int((batch["labels"][:, 1:] != IGNORED).sum())
         total += loss.item() * batch_targets
@@ -176,6 +177,10 @@ def evaluate(model: PreTrainedModel, sequences: Sequences, *, max_tokens: int, b
     if not math.isfinite(mean):
         raise UserError(f"the held-out loss is {mean}: the model's weights are of no use")
     return {"loss": mean, "perplexity": math.exp(mean), "tokens": targets}
+
+
+def _has_bfloat16() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 @contextlib.contextmanager
