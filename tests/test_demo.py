@@ -45,6 +45,7 @@ def test_training_helps(shown):
     prose, answers = shown.result.perplexities.prose, shown.result.perplexities.answers
     assert prose["after stage extend"] <= 0.95 * prose["hybrid, untrained"]
     assert answers["after stage instruct"] <= 0.5 * answers["hybrid, untrained"]
+    assert prose["after stage instruct"] <= 1.25 * prose["hybrid, untrained"], "instructions cost the prose too much"
 
 
 def test_every_stage_improves_on_its_own_held_out_text(shown):

@@ -16,7 +16,6 @@ Torch, transformers and Rich are imported inside these functions, so that `--hel
 """
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import typer
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
 
-VERBS = ("analyze", "replace", "train", "export", "demo", "doctor")
+VERBS = ("analyze", "replace", "train", "export", "diagnose", "demo", "doctor")
 
 app = typer.Typer(
     name="palimpsa-surgery",
@@ -60,8 +59,7 @@ def palimpsa_surgery(
 
 
 for _verb in VERBS:
-    if importlib.util.find_spec(f"palimpsa_surgery.cli.{_verb}"):
-        app.command(_verb)(getattr(importlib.import_module(f"palimpsa_surgery.cli.{_verb}"), _verb))
+    app.command(_verb)(getattr(importlib.import_module(f"palimpsa_surgery.cli.{_verb}"), _verb))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
