@@ -1,7 +1,8 @@
 """Model surgery that gives pretrained Mamba2 language models a metaplastic memory.
 
 Every verb of the command line is a function of the same name here: `analyze`, `replace`, `train`,
-`export`, `demo`. They are imported on first use, because torch and transformers take seconds to import.
+`export`, `diagnose`, `demo`. They are imported on first use, because torch and transformers take seconds
+to import.
 """
 
 from importlib import import_module
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from palimpsa_surgery.stages.demo import demo
     from palimpsa_surgery.stages.pipeline import train
     from palimpsa_surgery.surgery.analysis import analyze
+    from palimpsa_surgery.surgery.diagnosis import diagnose
     from palimpsa_surgery.surgery.export import export
     from palimpsa_surgery.surgery.replacement import replace
 
@@ -21,10 +23,11 @@ _VERBS = {
     "replace": "palimpsa_surgery.surgery.replacement",
     "train": "palimpsa_surgery.stages.pipeline",
     "export": "palimpsa_surgery.surgery.export",
+    "diagnose": "palimpsa_surgery.surgery.diagnosis",
     "demo": "palimpsa_surgery.stages.demo",
 }
 
-__all__ = ["__version__", "analyze", "demo", "export", "replace", "train"]
+__all__ = ["__version__", "analyze", "demo", "diagnose", "export", "replace", "train"]
 
 
 def __getattr__(name: str) -> Any:
