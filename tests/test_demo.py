@@ -103,5 +103,3 @@ def test_a_command_is_broken_to_fit_80_columns(tmp_path, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 76
     expected = " ".join(map(str, ("palimpsa-surgery", *words))).replace(f"{tmp_path}/", "")
     assert shown.replace(" \\\n    ", " ") == expected
-        f"{tmp_path}/", ""
-    )

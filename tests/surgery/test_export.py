@@ -157,8 +157,8 @@ def strangers_view(stranger, exported, control) -> dict:
         seen["stored"] = str(AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).dtype)
         seen["text"] = tokenizer.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0])
         control = AutoModelForCausalLM.from_pretrained({str(control.path)!r}, dtype=torch.float32)
-        seen["control"] = [type(control).__name__, AutoTokenizer.from_pretrained({str(control.path)!r}).model_max_length,
-                           control(ids).logits[0].argmax(-1).tolist()]
+        length = AutoTokenizer.from_pretrained({str(control.path)!r}).model_max_length
+        seen["control"] = [type(control).__name__, length, control(ids).logits[0].argmax(-1).tolist()]
         print(json.dumps(seen))
     """)
     return json.loads(stdout.splitlines()[-1])
