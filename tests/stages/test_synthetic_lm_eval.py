@@ -40,7 +40,7 @@ def folder(examples, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files_hold_all_that_lm_eval_needs(folder, examples, tokenizer, name):
-    task = yaml.load((folder / f"{name}.yaml").read_text(encoding="utf-8"), TaskLoader)  # noqa: S506
+    task = yaml.load((folder / f"{name}.yaml").read_text(encoding="utf-8"), TaskLoader)
     assert task["task"] == name
     file = task["dataset_kwargs"]["data_files"]["test"]
     with open(file, encoding="utf-8") as lines:

@@ -268,6 +268,10 @@ ERRORS = {
     "queries-keys": (dict(task="needles", queries=3, keys=2), "queries must not be more than keys, got 3 and 2"),
     "key-kind": (dict(task="needles", key_kind="names"), "key_kind must be one of words, numbers, uuids, got 'names'"),
     "value-kind": (dict(task="needles", value_kind=1), "value_kind must be one of words, numbers, uuids, got 1"),
+    "words": (
+        dict(task="needles", keys=100, values=200, value_kind="words"),
+        "keys and values must not need more than [0-9]+ words, got 20100",
+    ),
     "depth-many": (dict(task="needles", values=3, depth=0.5), r"depth is for one needle, got 3 \(keys x values\)"),
 }
 

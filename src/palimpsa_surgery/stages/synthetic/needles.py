@@ -13,7 +13,7 @@ from palimpsa_surgery.stages.synthetic.checks import check_choice, check_integer
 from palimpsa_surgery.stages.synthetic.example import Draft, Metric, Passage
 from palimpsa_surgery.stages.synthetic.haystack import Hay, HaySource, NeedleHay, bury
 from palimpsa_surgery.stages.synthetic.scoring import string_match_all, string_match_part
-from palimpsa_surgery.stages.synthetic.words import KINDS, draw_distinct
+from palimpsa_surgery.stages.synthetic.words import KINDS, WORDS, draw_distinct
 
 _ONE = """\
 A special magic {what} is hidden within the following text. Make sure to memorize it. I will quiz you about the \
@@ -83,6 +83,9 @@ class Needles:
             raise UserError(f"queries must not be more than keys, got {self.queries} and {self.keys}")
         check_choice("key_kind", self.key_kind, KINDS)
         check_choice("value_kind", self.value_kind, KINDS)
+        words = self.keys * ((self.key_kind == "words") + self.values * (self.value_kind == "words"))
+        if words > WORDS // 2:  # the other half is left to distractors
+            raise UserError(f"keys and values must not need more than {WORDS // 2} words, got {words}")
         if self.depth is not None:
             check_number("depth", self.depth, 0, 1)
             if self.keys * self.values > 1:

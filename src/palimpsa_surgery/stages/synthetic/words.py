@@ -34,9 +34,12 @@ NOUNS = tuple(
     """.split()  # noqa: SIM905 (a list would take a line for each)
 )
 
+WORDS = len(ADJECTIVES) * len(NOUNS)
+"""How many different words there are: about 20,000."""
+
 
 def draw_word(rng: np.random.Generator) -> str:
-    """An adjective and a noun, such as `mossy-lantern`; about 20,000 of them."""
+    """An adjective and a noun, such as `mossy-lantern`."""
     return f"{ADJECTIVES[rng.integers(len(ADJECTIVES))]}-{NOUNS[rng.integers(len(NOUNS))]}"
 
 
