@@ -17,6 +17,7 @@ from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.hf_models import PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.surgery.analysis import resolve_device, to_json
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
+from palimpsa_surgery.surgery.diagnosis_plots import plot_diagnosis
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
 from palimpsa_surgery.surgery.progress import progress_bar
 from palimpsa_surgery.surgery.remembrance import DISTANCES, effective_remembrance, remembrance_starts
@@ -28,7 +29,7 @@ VERSION = 1
 DIAGNOSIS_FILE = "diagnosis.json"
 
 _LOGITS = 1 << 23  # logits held at once
-_BINS_PER_OCTAVE = 8  # of the positions of the perplexity
+_BINS_PER_OCTAVE = 4  # of the positions of the perplexity
 _SAMPLES_PER_OCTAVE = 2  # of the positions at which states are looked at
 _FIRST_SAMPLE = 16
 
@@ -270,8 +271,6 @@ def diagnose(
         positions=tuple(samples),
         layers=states.summary(),
     )
-    from palimpsa_surgery.surgery.diagnosis_plots import plot_diagnosis
-
     with fresh_directory(output, overwrite=overwrite) as directory:
         diagnosis.save(directory)
         plot_diagnosis(diagnosis, directory)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from palimpsa_surgery.surgery.state_statistics import LayerDiagnosis
 
 _LINE, _BAND, _GRID = "#1f6fb4", "#1f6fb433", "#d9dde1"
+_BANDED = "median over heads (bands: middle half)"
 _HEADS_SHOWN = 6
 _LABELS_AT_MOST = 10  # lines that get a legend; more of them get a colour bar
 
@@ -49,29 +50,28 @@ def plot_diagnosis(diagnosis: "Diagnosis", directory: Path) -> None:
 
 
 def plot_perplexity(diagnosis: "Diagnosis", path: Path) -> None:
-    """Draw perplexity by position (2507.02782 Fig. 1): every bin as a dot, half octaves as a line with its error."""
+    """Draw perplexity by position (2507.02782 Fig. 1), with its standard error over sequences.
+
+    The first few positions, of few and surprising tokens, may leave the panel: what counts comes later.
+    """
     loss = diagnosis.loss
     figure = _figure(6.4, 3.8)
     axes = figure.subplots()
-    at = _centres(loss.starts, loss.ends)
-    axes.plot(at, loss.perplexity, "o", color=_LINE, alpha=0.35, markersize=2.6, markeredgewidth=0, zorder=2)
-    nll, weights = np.array(loss.nll), np.array(loss.tokens)
-    groups = np.floor(np.log2(at) * 2).astype(int)
-    merged = [groups == group for group in np.unique(groups)]
-    centres = [np.exp(np.average(np.log(at[here]), weights=weights[here])) for here in merged]
-    means = np.array([np.average(nll[here], weights=weights[here]) for here in merged])
-    axes.plot(centres, np.exp(means), color=_LINE, linewidth=1.6, zorder=3, label="half octaves of positions")
+    at, perplexity, nll = _centres(loss.starts, loss.ends), np.array(loss.perplexity), np.array(loss.nll)
+    axes.plot(at, perplexity, "o-", color=_LINE, linewidth=1.5, markersize=2.8, zorder=3)
     if loss.standard_errors is not None:
         low, high = (np.exp(nll + sign * np.array(loss.standard_errors)) for sign in (-1, 1))
-        axes.fill_between(at, low, high, color=_BAND, linewidth=0, zorder=1, label="± standard error over sequences")
+        axes.fill_between(at, low, high, color=_BAND, linewidth=0, label="± standard error over sequences")
+        axes.legend(frameon=False, fontsize=8)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlim(at[0] / 1.1 if len(at) > 1 else 0.5, max(loss.ends[-1], 2))
-    _number_ticks(axes.xaxis, at[0], loss.ends[-1])
-    _number_ticks(axes.yaxis, *_span(np.array(loss.perplexity)))
+    axes.set_xlim(0.9, loss.ends[-1] * 1.1)
+    settled = perplexity[at >= 16] if at[-1] >= 64 else perplexity
+    axes.set_ylim(settled.min() / 1.6, settled.max() * 1.6)
+    _number_ticks(axes.xaxis, 1, loss.ends[-1])
+    _number_ticks(axes.yaxis, *axes.get_ylim())
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("perplexity")
-    axes.legend(frameon=False, fontsize=8)
     _finish(axes)
     figure.suptitle(f"Perplexity by position of {_named(diagnosis)}", fontsize=11)
     figure.savefig(path)
@@ -126,7 +126,7 @@ def plot_states(diagnosis: "Diagnosis", path: Path) -> None:
             left.plot(diagnosis.positions, magnitude[layer], color=colours[layer], linewidth=1.1)
         for order, (layer, head) in enumerate(shown):
             colour = colormaps["tab10"](order)
-            right.plot(diagnosis.positions, values[layer, :, head], color=colour, linewidth=1.4, label=names[order])
+            right.plot(diagnosis.positions, values[layer, :, head], color=colour, linewidth=1.4)
         left.set_yscale("log")
         left.set_ylabel(f"{of} of $M$" if row == 0 else "|mean| of $M$")
         right.set_ylabel(f"{of} of $M$")
@@ -136,7 +136,8 @@ def plot_states(diagnosis: "Diagnosis", path: Path) -> None:
     _number_ticks(panels[1, 0].yaxis, *panels[1, 0].get_ylim())
     panels[0, 0].set_title("median over heads of each layer", fontsize=9)
     panels[0, 1].set_title("heads that change most over the last two octaves", fontsize=9)
-    panels[0, 1].legend(frameon=False, fontsize=7)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.24)}
+    panels[1, 1].legend(panels[0, 1].lines, names, ncols=3, frameon=False, fontsize=8, columnspacing=1.2, **below)
     _name_layers(figure, panels[:, 0], diagnosis.layers)
     figure.suptitle(f"States by position of {_named(diagnosis)}", fontsize=11)
     figure.savefig(path)
@@ -164,6 +165,7 @@ def plot_importance(diagnosis: "Diagnosis", path: Path) -> None:
         _draw_layers(axes, diagnosis.positions, values, layers)
         axes.set_yscale("log")
         axes.set_ylabel(rf"{name} of $\bar I$")
+        axes.set_title(_BANDED, fontsize=9)
     _number_ticks(panels[0].yaxis, *panels[0].get_ylim())
     _name_layers(figure, panels, layers)
     figure.suptitle(f"Importance above the prior of {_named(diagnosis)}", fontsize=11)
@@ -236,7 +238,7 @@ def _plot_layers(
     if log:
         _number_ticks(bar.ax.yaxis, norm.vmin, norm.vmax)
     when = "over all tokens" if values.ndim == 2 else f"at {diagnosis.positions[-1]:,} tokens"
-    left.set_title("median over heads" + ("" if values.ndim == 2 else ", and its middle half"), fontsize=9)
+    left.set_title("median over heads" if values.ndim == 2 else _BANDED, fontsize=9)
     right.set_title(f"by head, {when}", fontsize=9)
     figure.suptitle(f"{title} of {_named(diagnosis)}", fontsize=11)
     figure.savefig(path)
@@ -251,7 +253,7 @@ def _draw_layers(axes: Axes, positions: Sequence[int], values: np.ndarray, layer
         if line.ndim == 2:
             low, line, high = np.quantile(line, (0.25, 0.5, 0.75), axis=1)
             if len(layers) <= _LABELS_AT_MOST:
-                axes.fill_between(positions, low, high, color=colour, alpha=0.12, linewidth=0)
+                axes.fill_between(positions, low, high, color=colour, alpha=0.08, linewidth=0)
         axes.plot(positions, line, color=colour, linewidth=1.4, label=f"layer {layers[row].layer}")
     _position_axis(axes, positions, label=True)
 
@@ -314,12 +316,13 @@ def _name_layers(figure: Figure, panels: object, layers: Sequence["LayerDiagnosi
     colours = _layer_colours(layers)
     edges = np.arange(len(layers) + 1) - 0.5
     scale = ScalarMappable(BoundaryNorm(edges, len(layers)), ListedColormap(colours))
-    bar = figure.colorbar(scale, ax=panels, pad=0.02, aspect=28)
+    bar = figure.colorbar(scale, ax=panels, location="bottom", pad=0.02, aspect=45)
     bar.outline.set_visible(False)
-    bar.set_label("layer")
-    bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda at, _: _layer_at(layers, at)))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.set_label("layer", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    bar.ax.xaxis.set_major_locator(MaxNLocator(nbins=14, integer=True, min_n_ticks=1))
+    bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _layer_at(layers, at)))
+    bar.ax.xaxis.set_minor_locator(NullLocator())
 
 
 def _layer_at(layers: Sequence["LayerDiagnosis"], row: float) -> str:
@@ -366,54 +369,66 @@ def _named(diagnosis: "Diagnosis") -> str:
 
 def diagnosis_report(diagnosis: "Diagnosis") -> Group:
     """What was measured, for a terminal of 80 columns."""
-    return Group(_loss_table(diagnosis), Text(), _remembrance_table(diagnosis), Text(), _layer_table(diagnosis))
+    many = "s" if diagnosis.sequences > 1 else ""
+    remembrance = diagnosis.remembrance
+    quarter, last = (diagnosis.positions[index] for index in (_quarter(diagnosis.positions), -1))
+    notes = [f"state std: of M after {last:,} tokens; growth: its ratio to that after {quarter:,}"]
+    if diagnosis.palimpsa_layers:
+        notes.append("importance: largest Ibar / I_prior; metaplast.: (I_max - I_min) / I_min")
+        notes.append("variance: predictive variance over the prior's")
+    return Group(
+        Text(f"Perplexity over {diagnosis.sequences} sequence{many} of {last:,} tokens", style="bold"),
+        _loss_table(diagnosis),
+        Text(f"Effective remembrance at {remembrance.length:,} tokens", style="bold"),
+        _remembrance_table(diagnosis),
+        Text("Layers, as medians over heads", style="bold"),
+        _layer_table(diagnosis),
+        Text("\n".join(notes), style="dim"),
+    )
 
 
 def _loss_table(diagnosis: "Diagnosis") -> Table:
+    """Perplexity in bins of two octaves."""
     loss = diagnosis.loss
-    many = "s" if diagnosis.sequences > 1 else ""
-    title = f"Perplexity over {diagnosis.sequences} sequence{many} of {diagnosis.sequence_length:,} tokens"
-    table = Table(title=title, title_style="bold")
-    table.add_column("positions", justify="right", no_wrap=True)
-    table.add_column("perplexity", justify="right", no_wrap=True)
+    table = _table("positions", "perplexity")
     nll, tokens, starts = np.array(loss.nll), np.array(loss.tokens), np.array(loss.starts)
     lows = [1, *(1 << power for power in range(4, 63, 2) if 1 << power in loss.starts)]
     for low, high in zip(lows, [*lows[1:], loss.ends[-1]], strict=True):
         here = (starts >= low) & (starts < high)
-        table.add_row(f"{low:,} to {high - 1:,}", f"{math.exp(np.average(nll[here], weights=tokens[here])):,.2f}")
+        table.add_row(f"{low:,} to {high - 1:,}", f"{np.exp(np.average(nll[here], weights=tokens[here])):,.2f}")
     return table
 
 
 def _remembrance_table(diagnosis: "Diagnosis") -> Table:
+    """Some of the suffixes, the first and last among them."""
     remembrance = diagnosis.remembrance
-    title = f"Effective remembrance at {remembrance.length:,} tokens, {DISTANCE_NAMES[remembrance.distance]}"
-    table = Table(title=title, title_style="bold")
-    for name in ("taken away", "kept", "distance"):
-        table.add_column(name, justify="right", no_wrap=True)
-    chosen = np.unique(np.linspace(0, len(remembrance.starts) - 1, min(len(remembrance.starts), 9)).round().astype(int))
-    for index in chosen:
+    table = _table("taken away", "kept", DISTANCE_NAMES[remembrance.distance])
+    count = len(remembrance.starts)
+    for index in np.unique(np.linspace(0, count - 1, min(count, 9)).round().astype(int)):
         start = remembrance.starts[index]
         table.add_row(f"{start:,}", f"{remembrance.length - start:,}", f"{remembrance.values[index]:.3g}")
     return table
 
 
 def _layer_table(diagnosis: "Diagnosis") -> Table:
-    """Windows over all tokens; the rest at the end of the text, as medians over heads, the ratio as a maximum."""
+    """Windows over all tokens, everything else at the end of the text."""
     quarter = _quarter(diagnosis.positions)
-    table = Table(title=f"Layers after {diagnosis.positions[-1]:,} tokens", title_style="bold")
-    grown = f"since {diagnosis.positions[quarter]:,}"
-    names = ["layer", "window", "state std", grown]
-    if diagnosis.palimpsa_layers:
-        names += ["largest Ī/I₀", "metaplast.", "variance"]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    hybrid = ("importance", "metaplast.", "variance") if diagnosis.palimpsa_layers else ()
+    table = _table("layer", "window", "state std", "growth", *hybrid)
     for layer in diagnosis.layers:
         std = np.median(np.array(layer.state_std), axis=1)
         cells = [str(layer.layer), format_window(layer.median_window), f"{std[-1]:.3g}"]
-        cells.append(f"x {std[-1] / std[quarter]:.2f}" if std[quarter] > 0 else "")
+        cells.append(f"{std[-1] / std[quarter]:.2f}" if std[quarter] > 0 else "")
         if layer.importance is not None:
             cells.append(f"{max(layer.importance.importance_ratio[-1]):.3g}")
             cells.append(f"{np.median(layer.importance.metaplasticity_ratio[-1]):.3g}")
-            cells.append(f"x {np.median(relative_variance([layer])[0, -1]):.3f}")
+            cells.append(f"{np.median(relative_variance([layer])[0, -1]):.3f}")
         table.add_row(*cells, style=None if layer.importance is None else "blue")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
