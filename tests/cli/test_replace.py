@@ -93,7 +93,7 @@ def test_paper_init_without_text_says_that_drift_was_not_measured(cli, tiny_chec
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "exactly one of top_k, layers, min_window; got none"),
+        ([], "top_k needs an analysis"),
         (["--top-k", "1", "--layers", "2"], "got top_k, layers"),
         (["--top-k", "13", "--analysis", "ANALYSIS"], "from 0 to 12, the number of layers; got 13"),
         (["--top-k", "1"], "top_k needs an analysis"),

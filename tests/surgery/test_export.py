@@ -42,7 +42,7 @@ RECIPE = {
     "stages": [
         {
             "name": name,
-            "data": {"kind": "text", "files": ["asset:kjv.txt"], "max_tokens": 4096},
+            "data": {"kind": "text", "files": ["asset:kjv.txt"], "max_tokens": 4096, "held_out": 0.1},
             "sequence_length": length,
             "batch_tokens": 128,
             "tokens": 256,

@@ -350,7 +350,7 @@ def test_a_checkpoint_without_a_tokenizer_is_converted_without_one(
 
 
 MISTAKES = {
-    "no rule": ({}, "exactly one of top_k, layers, min_window; got none"),
+    "no rule": ({}, "top_k must be from 0 to 3, the number of layers; got 8"),
     "two rules": ({"top_k": 1, "layers": [1]}, "got top_k, layers"),
     "too many": ({"top_k": 4}, "top_k must be from 0 to 3, the number of layers; got 4"),
     "no such layer": ({"layers": [3]}, "layers must be from 0 to 2, got 3"),

@@ -45,10 +45,17 @@ def test_longest_first_and_ties_by_index():
     assert top_layers(WINDOWS, 99, palimpsa=[1, 3]) == [4, 2, 0, 5]
 
 
+def test_without_a_rule_the_paper_s_number_of_layers():
+    windows = [float(layer) for layer in range(12)]
+    assert select_layers(12, windows) == list(range(4, 12)) == select_layers(12, windows, top_k=8)
+    with pytest.raises(UserError, match="top_k needs an analysis"):
+        select_layers(12)
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({}, "exactly one of top_k, layers, min_window; got none"),
+        ({}, "from 0 to 6, the number of layers; got 8"),
         ({"top_k": 1, "layers": [1]}, "got top_k, layers"),
         ({"top_k": 0, "min_window": 2}, "got top_k, min_window"),
         ({"top_k": 7}, "from 0 to 6, the number of layers; got 7"),

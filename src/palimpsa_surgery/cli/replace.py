@@ -47,7 +47,7 @@ def replace(
 ) -> None:
     """Replace layers of a Mamba2 by Palimpsa layers that start out computing the same.
 
-    Choose the layers by one of --top-k, --layers and --min-window.
+    Choose the layers by one of --top-k (default: 8), --layers and --min-window.
 
     \b
     Examples:

@@ -119,8 +119,8 @@ def replace(
 ) -> Replacement:
     """Replace layers of a Mamba2 model by Palimpsa layers and write the hybrid (paper 2.4, 3.4, A.10).
 
-    Kept parameters are copied bit for bit. The layers are chosen by exactly one of `top_k`, `layers` and
-    `min_window`. The hybrid is compared with its source on a sample of text: `data`, or else the sample kept
+    Kept parameters are copied bit for bit. The layers are chosen by one of `top_k`, `layers` and
+    `min_window`, by default the 8 that remember longest. The hybrid is compared with its source on a sample of text: `data`, or else the sample kept
     in the analysis; without either, `paper` is the only init and drift is not measured.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from palimpsa_surgery.errors import UserError
 
 DEFAULT_TOP_K = 8
-"""Layers marked when nothing has been chosen yet: the paper replaces 8 of 64."""
+"""Layers chosen where no rule is given: the paper replaces 8 of 64."""
 
 
 def top_layers(windows: Sequence[float], k: int, *, palimpsa: Collection[int] = ()) -> list[int]:
@@ -30,7 +30,7 @@ def select_layers(
     min_window: float | None = None,
     palimpsa: Collection[int] = (),
 ) -> list[int]:
-    """Apply the one rule that is given and return the layers to replace, increasing.
+    """Apply the one rule that is given, or else `top_k` = 8, and return the layers to replace, increasing.
 
     Args:
         num_layers: depth of the model.
@@ -41,12 +41,14 @@ def select_layers(
         palimpsa: layers that are Palimpsa layers already; they are never selected.
 
     Raises:
-        UserError: not exactly one rule, no windows for a rule that needs them, or a rule that cannot be met.
+        UserError: more than one rule, no windows for a rule that needs them, or a rule that cannot be met.
     """
     rules = {"top_k": top_k, "layers": layers, "min_window": min_window}
     given = [name for name, value in rules.items() if value is not None]
-    if len(given) != 1:
-        raise UserError(f"choose layers by exactly one of {', '.join(rules)}; got {', '.join(given) or 'none'}")
+    if len(given) > 1:
+        raise UserError(f"choose layers by one of {', '.join(rules)}; got {', '.join(given)}")
+    if not given:
+        top_k, given = DEFAULT_TOP_K, ["top_k"]
     if layers is not None:
         return _listed(num_layers, layers, palimpsa)
     if top_k == 0:
