@@ -39,7 +39,7 @@ def diagnose(
     \b
     Examples:
       palimpsa-surgery diagnose hybrid --data text.txt --output diagnosis
-      palimpsa-surgery diagnose mamba2 --data text.txt --max-length 65536 --output d
+      palimpsa-surgery diagnose mamba2 --data a.txt --max-length 65536 --output d
     """
     from palimpsa_surgery.cli.console import console, print_path
     from palimpsa_surgery.surgery import diagnosis as library

@@ -120,8 +120,9 @@ def replace(
     """Replace layers of a Mamba2 model by Palimpsa layers and write the hybrid (paper 2.4, 3.4, A.10).
 
     Kept parameters are copied bit for bit. The layers are chosen by one of `top_k`, `layers` and
-    `min_window`, by default the 8 that remember longest. The hybrid is compared with its source on a sample of text: `data`, or else the sample kept
-    in the analysis; without either, `paper` is the only init and drift is not measured.
+    `min_window`, by default the 8 that remember longest. The hybrid is compared with its source on a sample of
+    text: `data`, or else the sample kept in the analysis; without either, `paper` is the only init and drift is
+    not measured.
 
     Args:
         model: folder or Hub id of a Mamba2 checkpoint, native or Hugging Face, or of a hybrid.
