@@ -15,9 +15,10 @@ from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCa
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.surgery import remembrance
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer
-from palimpsa_surgery.surgery.diagnosis import Diagnosis, diagnose, log_edges
+from palimpsa_surgery.surgery.diagnosis import Diagnosis, diagnose, log_edges, run_sequence
 from palimpsa_surgery.surgery.diagnosis_plots import diagnosis_report, plot_importance_ratio, plot_states, plot_windows
 from palimpsa_surgery.surgery.remembrance import DISTANCES, effective_remembrance, log_spaced, remembrance_starts
+from palimpsa_surgery.surgery.state_statistics import StateStatistics
 from palimpsa_surgery.surgery.windows import observing
 
 PLAIN_FIGURES = ["perplexity.png", "remembrance.png", "states.png", "windows.png"]
@@ -380,6 +381,16 @@ def test_many_layers_are_drawn(diagnosis, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+def test_importance_that_stayed_zero_is_drawn(diagnosis, tmp_path):
+    layer = diagnosis[0].layers[1]
+    zeros = tuple((0.0,) * 4 for _ in diagnosis[0].positions)
+    none = dataclasses.replace(layer.importance, importance_ratio=zeros, metaplasticity_ratio=zeros)
+    flat = dataclasses.replace(diagnosis[0], layers=(dataclasses.replace(layer, importance=none),))
+    plot_importance_ratio(flat, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert report(flat)
+
+
 def test_the_length_is_no_limit_of_memory(text_file, tmp_path):
     config = PalimpsaMamba2Config(
         num_hidden_layers=2,
@@ -391,9 +402,6 @@ def test_the_length_is_no_limit_of_memory(text_file, tmp_path):
         n_groups=1,
         palimpsa_layers=[0],
     )
-    from palimpsa_surgery.surgery.diagnosis import run_sequence
-    from palimpsa_surgery.surgery.state_statistics import StateStatistics
-
     model = PalimpsaMamba2ForCausalLM(config).eval()
     statistics = StateStatistics(model, [16, 500])
     longest = []

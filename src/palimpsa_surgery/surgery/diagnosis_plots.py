@@ -113,7 +113,8 @@ def plot_states(diagnosis: "Diagnosis", path: Path) -> None:
 
     As 2507.02782 Figs. 4 and 9: what tells is a change beyond the length a model was trained on.
     """
-    std, mean = (_values(diagnosis.layers, lambda layer, name=name: getattr(layer, name)) for name in _STATE)
+    std = _values(diagnosis.layers, lambda layer: layer.state_std)
+    mean = _values(diagnosis.layers, lambda layer: layer.state_mean)
     figure = _figure(9.2, 6.2)
     panels = figure.subplots(2, 2, sharex=True)
     colours = _layer_colours(diagnosis.layers)
@@ -127,13 +128,11 @@ def plot_states(diagnosis: "Diagnosis", path: Path) -> None:
         for order, (layer, head) in enumerate(shown):
             colour = colormaps["tab10"](order)
             right.plot(diagnosis.positions, values[layer, :, head], color=colour, linewidth=1.4)
-        left.set_yscale("log")
+        _log_axis(left, magnitude)
         left.set_ylabel(f"{of} of $M$" if row == 0 else "|mean| of $M$")
         right.set_ylabel(f"{of} of $M$")
         for axes in (left, right):
             _position_axis(axes, diagnosis.positions, label=row == 1)
-    _number_ticks(panels[0, 0].yaxis, *panels[0, 0].get_ylim())
-    _number_ticks(panels[1, 0].yaxis, *panels[1, 0].get_ylim())
     panels[0, 0].set_title("median over heads of each layer", fontsize=9)
     panels[0, 1].set_title("heads that change most over the last two octaves", fontsize=9)
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.24)}
@@ -141,9 +140,6 @@ def plot_states(diagnosis: "Diagnosis", path: Path) -> None:
     _name_layers(figure, panels[:, 0], diagnosis.layers)
     figure.suptitle(f"States by position of {_named(diagnosis)}", fontsize=11)
     figure.savefig(path)
-
-
-_STATE = ("state_std", "state_mean")
 
 
 def plot_windows(diagnosis: "Diagnosis", path: Path) -> None:
@@ -158,15 +154,15 @@ def plot_windows(diagnosis: "Diagnosis", path: Path) -> None:
 def plot_importance(diagnosis: "Diagnosis", path: Path) -> None:
     """Draw mean and spread of the importance above the prior, Ibar, by position, and its mean by head."""
     layers = _palimpsa(diagnosis)
-    mean, std = (_values(layers, lambda layer, name=name: getattr(layer.importance, name)) for name in ("mean", "std"))
+    mean = _values(layers, lambda layer: layer.importance.mean)
+    std = _values(layers, lambda layer: layer.importance.std)
     figure = _figure(9.2, 3.6)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, values, name in ((panels[0], mean, "mean"), (panels[1], std, "standard deviation")):
         _draw_layers(axes, diagnosis.positions, values, layers)
-        axes.set_yscale("log")
         axes.set_ylabel(rf"{name} of $\bar I$")
         axes.set_title(_BANDED, fontsize=9)
-    _number_ticks(panels[0].yaxis, *panels[0].get_ylim())
+    _log_axis(panels[0], np.concatenate([mean, std]))
     _name_layers(figure, panels, layers)
     figure.suptitle(f"Importance above the prior of {_named(diagnosis)}", fontsize=11)
     figure.savefig(path)
@@ -218,8 +214,7 @@ def _plot_layers(
     left, right = figure.subplots(1, 2)
     _draw_layers(left, diagnosis.positions, values, layers)
     if log:
-        left.set_yscale("log")
-        _number_ticks(left.yaxis, *left.get_ylim())
+        _log_axis(left, values)
     left.set_ylabel(label)
     _name_layers(figure, left, layers)
     low, high = _span(heads)
@@ -339,6 +334,13 @@ def _span(values: np.ndarray) -> tuple[float, float]:
     """Least and greatest of the finite values above zero."""
     usable = values[np.isfinite(values) & (values > 0)]
     return (float(usable.min()), float(usable.max())) if len(usable) else (1.0, 1.0)
+
+
+def _log_axis(axes: Axes, values: np.ndarray) -> None:
+    """Make y logarithmic, with plain numbers, unless there is nothing above zero to show."""
+    if (values > 0).any():
+        axes.set_yscale("log")
+        _number_ticks(axes.yaxis, *axes.get_ylim())
 
 
 def _number_ticks(axis: Axis, low: float, high: float) -> None:
