@@ -135,8 +135,9 @@ def plot_states(diagnosis: "Diagnosis", path: Path) -> None:
             _position_axis(axes, diagnosis.positions, label=row == 1)
     panels[0, 0].set_title("median over heads of each layer", fontsize=9)
     panels[0, 1].set_title("heads that change most over the last two octaves", fontsize=9)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.24)}
-    panels[1, 1].legend(panels[0, 1].lines, names, ncols=3, frameon=False, fontsize=8, columnspacing=1.2, **below)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.44, -0.22), "columnspacing": 1.0, "handlelength": 1.3}
+    legend = panels[1, 1].legend(panels[0, 1].lines, names, ncols=3, frameon=False, fontsize=8, **below)
+    legend.set_in_layout(False)  # it has the room beside the colour bar
     _name_layers(figure, panels[:, 0], diagnosis.layers)
     figure.suptitle(f"States by position of {_named(diagnosis)}", fontsize=11)
     figure.savefig(path)
