@@ -10,9 +10,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).square().mean().sqrt() / scale).item()
 
 
-def assert_close(
-    actual: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str = "tensor"
-) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str = "tensor") -> None:
     """Fail unless both tensors are finite, of one shape, and within `tolerance` in relative RMS."""
     assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)} != {tuple(expected.shape)}"
     for label, tensor in (("actual", actual), ("expected", expected)):

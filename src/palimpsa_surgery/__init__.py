@@ -1,7 +1,7 @@
 """Model surgery that gives pretrained Mamba2 language models a metaplastic memory.
 
 Every verb of the command line is a function of the same name here: `analyze`, `replace`, `train`,
-`export`, `diagnose`, `demo`. They are imported on first use, because torch and transformers take seconds
+`export`, `diagnose`, `demo`, `doctor`. They are imported on first use, because torch and transformers take seconds
 to import.
 """
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from palimpsa_surgery.stages.pipeline import train
     from palimpsa_surgery.surgery.analysis import analyze
     from palimpsa_surgery.surgery.diagnosis import diagnose
+    from palimpsa_surgery.surgery.doctor import doctor
     from palimpsa_surgery.surgery.export import export
     from palimpsa_surgery.surgery.replacement import replace
 
@@ -25,9 +26,10 @@ _VERBS = {
     "export": "palimpsa_surgery.surgery.export",
     "diagnose": "palimpsa_surgery.surgery.diagnosis",
     "demo": "palimpsa_surgery.stages.demo",
+    "doctor": "palimpsa_surgery.surgery.doctor",
 }
 
-__all__ = ["__version__", "analyze", "demo", "diagnose", "export", "replace", "train"]
+__all__ = ["__version__", "analyze", "demo", "diagnose", "doctor", "export", "replace", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,18 @@ from palimpsa_surgery.cli.main import VERBS, app
 from palimpsa_surgery.errors import UserError
 
 COMMAND = [sys.executable, "-c", "from palimpsa_surgery.cli.main import run; run()"]
+OPTIONS = {
+    "analyze": "--batch-size --data --device --max-tokens --output --overwrite --sequence-length --tokenizer "
+    "MODEL MORE_DATA",
+    "replace": "--analysis --data --device --dry-run --importance-target --init --layers --max-drift --min-window "
+    "--output --overwrite --seed --tokenizer --top-k MODEL MORE_DATA",
+    "train": "--dry-run --max-steps --output --recipe --seed --stage --tokenizer CHECKPOINT",
+    "export": "--max-length --output --overwrite --private --push-to-hub --tokenizer SOURCE",
+    "diagnose": "--data --device --distance --max-length --output --overwrite --piece-length --remembrance-length "
+    "--remembrance-points --sequences --tokenizer MODEL MORE_DATA",
+    "demo": "--output --overwrite",
+    "doctor": "--device",
+}
 HELPS = [[], *([verb] for verb in VERBS)]
 
 
@@ -115,3 +127,16 @@ def test_the_module_runs_like_the_console_script():
         [sys.executable, "-m", "palimpsa_surgery", "--version"], capture_output=True, text=True, env=environment
     )
     assert (done.returncode, done.stdout) == (0, f"palimpsa-surgery {__version__}\n")
+
+
+def test_every_verb_is_a_function_of_the_package():
+    import palimpsa_surgery
+
+    for verb in VERBS:
+        assert callable(getattr(palimpsa_surgery, verb))
+    assert set(VERBS) <= set(palimpsa_surgery.__all__)
+
+
+def test_the_options_are_these():
+    """A changed option is a changed interface: change it here too, and in the changelog."""
+    assert {verb: " ".join(names) for verb, names in options().items()} == OPTIONS

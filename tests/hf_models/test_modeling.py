@@ -220,6 +220,19 @@ def test_packed_documents_equal_separate_ones(form, model, ids, full):
         assert relative_error(model(ids.view(1, -1)).logits.view(2, 45, -1), full) > 1e-3
 
 
+def test_a_lone_padded_token_changes_no_state(model, ids):
+    mask = torch.tensor([[0], [1]])
+    with torch.no_grad():
+        states = model(ids[:, :9], return_final_states=True).final_states
+        options = {"initial_states": states, "return_final_states": True}
+        after = model(ids[:, 9:10], attention_mask=mask, **options).final_states
+        real = model(ids[:, 9:10], **options).final_states
+    for a, before, r in zip(after, states, real, strict=True):
+        for value, kept, moved in zip(a, before, r, strict=True):
+            assert torch.equal(value[0], kept[0])
+            assert_close(value[1], moved[1], 1e-6)
+
+
 def test_packed_and_padded(model, ids, full):
     """Padding between and after packed documents: neither output nor the last document's state may move."""
     row = torch.cat((ids[0], torch.zeros(4, dtype=torch.long), ids[1], torch.zeros(6, dtype=torch.long)))[None]
@@ -276,6 +289,13 @@ def test_generation_from_left_padded_prompts(model, ids):
         prompt = ids[row : row + 1, :length]
         alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
         assert torch.equal(together[row, width:], alone[0, length:])
+
+
+def test_generation_from_embeddings(model, ids):
+    prompt = ids[:, :10]
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+    from_ids = model.generate(prompt, **settings)[:, 10:]
+    assert torch.equal(model.generate(inputs_embeds=model.backbone.embeddings(prompt), **settings), from_ids)
 
 
 def test_only_the_wanted_logits_are_computed(model, ids, full):
@@ -395,8 +415,24 @@ def test_return_dict_false_gives_a_tuple(model, ids, full):
         ({"cu_seqlens": torch.tensor([0, 45])}, "batch of 1, got 2"),
         ({"cu_seqlens": torch.tensor([0, 45]), "seq_idx": torch.zeros(2, 45).long()}, "same thing"),
         ({"seq_idx": torch.zeros(2, 44).long()}, "seq_idx must have shape"),
+        ({"attention_mask": torch.ones(2, 1, 45)}, r"attention_mask must be \[batch, time\]"),
+        (
+            {"initial_states": [(torch.zeros(2, 96, 5), None)] * 3},
+            r"state must have shape \(2, 96, 4\), got \(2, 96, 5\)",
+        ),
+        ({"initial_states": [(None, torch.zeros(2, 4, 16, 9))] * 3}, "initial_state must have shape"),
     ],
-    ids=["no-input", "states", "cache-and-states", "boundaries-of-a-batch", "both-packings", "packing-shape"],
+    ids=[
+        "no-input",
+        "states",
+        "cache-and-states",
+        "boundaries-of-a-batch",
+        "both-packings",
+        "packing-shape",
+        "mask",
+        "conv-state",
+        "recurrent-state",
+    ],
 )
 def test_bad_calls_say_what_is_wrong(arguments, message, model, ids):
     given = (ids,) if arguments else ()
@@ -414,8 +450,9 @@ def test_bad_calls_say_what_is_wrong(arguments, message, model, ids):
         ({"norm_group_size": 48}, r"norm_group_size \(48\) must divide expand \* hidden_size \(64\)"),
         ({"importance_rank": 0}, "importance_rank must be at least 1"),
         ({"head_dim": 8}, "must equal num_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu"),
     ],
-    ids=["layer-range", "layer-twice", "layer-order", "groups", "norm-groups", "rank", "heads"],
+    ids=["layer-range", "layer-twice", "layer-order", "groups", "norm-groups", "rank", "heads", "activation"],
 )
 def test_contradictory_sizes_are_refused_with_both_sides(changes, message):
     with pytest.raises(StrictDataclassError, match=message):

@@ -19,6 +19,9 @@ def export(
             "Default: the run's longest stage, else what the source states, else 2048.",
         ),
     ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder, tokenizer.json or Hub id, if SOURCE brings no tokenizer.")
+    ] = None,
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="ID", help="Also upload to this Hugging Face repository.")
     ] = None,
@@ -39,6 +42,7 @@ def export(
         source,
         output,
         max_length=max_length,
+        tokenizer=tokenizer,
         push_to_hub=push_to_hub,
         private=private,
         overwrite=overwrite,

@@ -56,6 +56,8 @@ class PalimpsaMamba2Config(Mamba2Config):
             )
         if self.importance_rank < 1:
             raise ValueError(f"importance_rank must be at least 1, got {self.importance_rank}")
+        if self.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act must be silu, Mamba2's own, got {self.hidden_act!r}")
         layers = self.palimpsa_layers
         if layers != sorted(set(layers)) or (layers and not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers):
             raise ValueError(

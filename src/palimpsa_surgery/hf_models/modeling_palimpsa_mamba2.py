@@ -412,7 +412,12 @@ class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
         if seq_idx is not None and seq_idx.shape != inputs_embeds.shape[:2]:
             raise ValueError(f"seq_idx must have shape {tuple(inputs_embeds.shape[:2])}, got {tuple(seq_idx.shape)}")
 
-        mask = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, cache)
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask must be [batch, time], got shape {tuple(attention_mask.shape)}")
+        if attention_mask is not None and attention_mask.shape[1] == 1:
+            mask = attention_mask  # transformers takes a lone token for a decoded one, which is never padding
+        else:
+            mask = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, cache)
         padding = None if mask is None else _Padding(mask)
         hidden_states, lengths = inputs_embeds, None
         if padding is not None:
@@ -489,9 +494,17 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         """Replace the token embeddings."""
         self.backbone.set_input_embeddings(value)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, is_first_iteration: bool | None = False, **kwargs):
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None = None,  # named, since `generate` looks for it in the signature
+        is_first_iteration: bool | None = False,
+        **kwargs,
+    ):
         """As Mamba2's: after the prompt no token is padding, so the mask is dropped."""
-        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
+        )
         if kwargs.get("use_cache") and not is_first_iteration:
             inputs["attention_mask"] = None
         return inputs

@@ -25,8 +25,14 @@ def causal_conv1d(
 
     Returns:
         `[b, t, d]`.
+
+    Raises:
+        ValueError: `initial_state` has another shape.
     """
     taps, time = weight.shape[-1], x.shape[1]
+    expected = (x.shape[0], x.shape[2], taps)
+    if initial_state is not None and tuple(initial_state.shape) != expected:
+        raise ValueError(f"the convolution's state must have shape {expected}, got {tuple(initial_state.shape)}")
     if initial_state is None:
         padded = F.pad(x, (0, 0, taps - 1, 0))
     else:

@@ -5,7 +5,7 @@ Files are tokenised once, into `tokens.bin` (int32, `[sequences, sequence_length
 alone; which sequence comes when depends on the seed and the position alone. So a position is all that a
 resumed run has to know, and nothing is read again to get there.
 
-Every document ends in the end-of-text token, which is therefore also where the next one starts.
+Documents are joined by the end-of-text token, which is therefore where the next one starts.
 """
 
 import json

@@ -74,7 +74,7 @@ def local_path(file: str) -> Path:
 
 
 class TextData(_Strict):
-    """Plain text: documents are joined, each followed by the end-of-text token, and cut into sequences."""
+    """Plain text: documents are joined, with the end-of-text token between them, and cut into sequences."""
 
     kind: Literal["text"]
     files: TextFiles

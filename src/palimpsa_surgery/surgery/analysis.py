@@ -258,10 +258,11 @@ def analyze(
     Raises:
         UserError: any mistake in the above.
     """
-    check_output_directory(output, overwrite=overwrite)
+    inputs = [data] if isinstance(data, str | os.PathLike) else list(data)
+    check_output_directory(output, overwrite=overwrite, inputs=[model, tokenizer, *inputs])
     if batch_size < 1:
         raise UserError(f"batch size must be at least 1, got {batch_size}")
-    files = check_text_files([data] if isinstance(data, str | os.PathLike) else data)
+    files = check_text_files(inputs)
     where = resolve_device(device)
     source = open_source(model)
     blocks = iter_token_blocks(

@@ -24,6 +24,7 @@ def model_card(
     *,
     surgery: dict[str, Any],
     run: dict[str, Any] | None,
+    untrained: bool,
     parameters: int,
     figure: bool,
 ) -> str:
@@ -33,7 +34,8 @@ def model_card(
         name: Hub id or folder name of the model.
         config: its `config.json`.
         surgery: its `surgery.json`, or {} where none was recorded.
-        run: its training run's `run.json`, the recipe itself under `recipe`; None where it was not trained.
+        run: its training run's `run.json`, the recipe itself under `recipe`; None where there is none at hand.
+        untrained: whether the weights are known to be those that the surgery gave.
         parameters: number of parameters, tied ones counted once.
         figure: whether `windows.png` lies beside the card.
 
@@ -48,9 +50,9 @@ def model_card(
         _introduction(base, hub_base, config, layers, parameters),
         _usage(name, layers),
         _layers(config, surgery, layers, figure),
-        _training(run),
+        _training(run, untrained),
         _evaluation(run),
-        _licences(hub_base, run),
+        _licences(hub_base, run, layers),
     ]
     return "\n".join(section for section in sections if section)
 
@@ -162,9 +164,10 @@ def _layers(config: dict[str, Any], surgery: dict[str, Any], layers: list[int], 
     return "\n".join(lines)
 
 
-def _training(run: dict[str, Any] | None) -> str:
+def _training(run: dict[str, Any] | None, untrained: bool) -> str:
     if run is None:
-        return "## Training\n\nNone after the surgery: this is where training starts.\n"
+        what = "None after the surgery: this is where training starts." if untrained else "Not recorded."
+        return f"## Training\n\n{what}\n"
     recipe = run["recipe"]
     lines = [
         "## Training\n",
@@ -202,12 +205,13 @@ def _evaluation(run: dict[str, Any] | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _licences(hub_base: str | None, run: dict[str, Any] | None) -> str:
+def _licences(hub_base: str | None, run: dict[str, Any] | None, layers: list[int]) -> str:
     known = _license(hub_base)
     origin = f"{hub_base} ({known})" if known else "the base model: its licence applies to them"
     lines = [
         "## Licences\n",
-        f"The Python files are part of palimpsa-surgery, Apache-2.0. The weights derive from {origin}.",
+        ("The Python files are part of palimpsa-surgery, Apache-2.0. " if layers else "")
+        + f"The weights derive from {origin}.",
     ]
     if run is not None:
         lines.append("The licences of the training data named above are not recorded; they may restrict use too.")

@@ -210,13 +210,14 @@ def diagnose(
     Raises:
         UserError: any mistake in the above; text too short for one sequence; a prediction that is not finite.
     """
-    check_output_directory(output, overwrite=overwrite)
+    texts = [data] if isinstance(data, str | os.PathLike) else list(data)
+    check_output_directory(output, overwrite=overwrite, inputs=[model, tokenizer, *texts])
     if remembrance_length is None:
         remembrance_length = min(max_length, 8192)
     _check_lengths(max_length, sequences, piece_length, remembrance_length, remembrance_points)
     if distance not in DISTANCES:
         raise UserError(f"unknown distance {distance!r} (known: {', '.join(DISTANCES)})")
-    files = check_text_files([data] if isinstance(data, str | os.PathLike) else data)
+    files = check_text_files(texts)
     where = resolve_device(device)
     source = open_source(model)
     blocks = iter_token_blocks(

@@ -18,7 +18,14 @@ import yaml
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.surgery.card import model_card
-from palimpsa_surgery.surgery.checkpoints import Source, load_model, load_tokenizer, open_source, save_checkpoint
+from palimpsa_surgery.surgery.checkpoints import (
+    Source,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    open_source,
+    save_checkpoint,
+)
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
 from palimpsa_surgery.surgery.upload import check_repo_id, upload_folder
 from palimpsa_surgery.surgery.weights import read_json
@@ -31,6 +38,9 @@ AUTO_MAP = {
 
 NATIVE_LENGTH = 2048
 """Tokens that the published Mamba2 models were trained on at once (their README), the last resort."""
+
+_PATH_FIELDS = ("base", "base_model", "files")
+"""Fields of `run.json`, `surgery.json` and recipes that may hold a path."""
 
 # An import of a module of this package, which is always relative and names one module.
 _IMPORT = re.compile(r"^(\s*from )(\.\.kernels\.|\.)(\w+)( import )", re.MULTILINE)
@@ -63,6 +73,7 @@ def export(
     output: str | os.PathLike,
     *,
     max_length: int | None = None,
+    tokenizer: str | os.PathLike | None = None,
     push_to_hub: str | None = None,
     private: bool = False,
     overwrite: bool = False,
@@ -77,6 +88,7 @@ def export(
         max_length: longest input to state in the configs, in tokens. Nothing is limited by it, but evaluation
             harnesses cut their inputs to it. By default the longest stage of the run, else what the source
             states, else 2,048.
+        tokenizer: folder, tokenizer.json or Hub id, where the source does not bring its own.
         push_to_hub: id of a Hub repository, `name` or `owner/name`, to upload the folder to; it is created
             if need be.
         private: create that repository as a private one.
@@ -93,7 +105,7 @@ def export(
     if push_to_hub is not None:
         check_repo_id(push_to_hub)
     source = Path(source)
-    _check_apart(source, check_output_directory(output, overwrite=overwrite))
+    check_output_directory(output, overwrite=overwrite, inputs=[source, tokenizer])
     folder, run = resolve_run(source)
     opened = open_source(folder)
     if opened.kind in ("native", "meta_mamba2"):
@@ -104,12 +116,12 @@ def export(
     surgery = without_paths(read_json(folder / "surgery.json")) if (folder / "surgery.json").is_file() else {}
     length, reason = _choose_length(max_length, run, opened)
 
-    model, tokenizer = load_model(opened, dtype=opened.dtype), load_tokenizer(opened)
-    model.config.max_position_embeddings = tokenizer.model_max_length = length
+    model, words = load_model(opened, dtype=opened.dtype), load_tokenizer(opened, tokenizer)
+    model.config.max_position_embeddings = words.model_max_length = length
     model.config.auto_map = dict(AUTO_MAP)  # dropped again when what is written is transformers' own Mamba2
     output = Path(output)
     with fresh_directory(output, overwrite=overwrite) as work:
-        save_checkpoint(model, work, tokenizer=tokenizer)
+        save_checkpoint(model, work, tokenizer=words)
         if (folder / "windows.png").is_file():
             shutil.copyfile(folder / "windows.png", work / "windows.png")
         if surgery:
@@ -117,6 +129,8 @@ def export(
         if run is not None:
             recipe = yaml.safe_dump(run["recipe"], sort_keys=False, allow_unicode=True)
             (work / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        elif (folder / "recipe.yaml").is_file():  # an export exported again
+            shutil.copyfile(folder / "recipe.yaml", work / "recipe.yaml")
         written = read_json(work / "config.json")
         if written["model_type"] == model.config.model_type:
             for name, text in code_files().items():
@@ -126,6 +140,7 @@ def export(
             written,
             surgery=surgery,
             run=run,
+            untrained=surgery.get("fingerprint") == fingerprint(model),
             parameters=model.num_parameters(),
             figure=(work / "windows.png").is_file(),
         )
@@ -157,16 +172,18 @@ def resolve_run(source: Path) -> tuple[Path, dict[str, Any] | None]:
     return source / run["final"], without_paths(run | {"recipe": recipe})
 
 
-def without_paths(record: Any) -> Any:
-    """Copy a tree of dicts, lists and values, with absolute paths cut to their last part.
+def without_paths(record: Any, key: str | None = None) -> Any:
+    """Copy a tree of dicts, lists and values, with absolute paths in the fields that hold paths cut to their name.
 
     What is published need not tell how somebody's disk is laid out.
     """
     if isinstance(record, dict):
-        return {key: without_paths(value) for key, value in record.items()}
+        return {name: without_paths(value, name) for name, value in record.items()}
     if isinstance(record, list):
-        return [without_paths(value) for value in record]
-    return PurePath(record).name if isinstance(record, str) and PurePath(record).is_absolute() else record
+        return [without_paths(value, key) for value in record]
+    if key in _PATH_FIELDS and isinstance(record, str) and PurePath(record).is_absolute():
+        return PurePath(record).name
+    return record
 
 
 def code_files() -> dict[str, str]:
@@ -184,12 +201,6 @@ def code_files() -> dict[str, str]:
             wanted.append(f"{'kernels' if prefix == '..kernels.' else folder}/{module}.py")
         found[name] = _IMPORT.sub(r"\1.\3\4", text)
     return found
-
-
-def _check_apart(source: Path, output: Path) -> None:
-    """Refuse an output whose replacement would delete the source."""
-    if output.absolute().resolve() in (source.resolve(), *source.resolve().parents):
-        raise UserError(f"output {output} is or holds the source {source}: choose another --output")
 
 
 def _choose_length(asked: int | None, run: dict[str, Any] | None, source: Source) -> tuple[int, str]:

@@ -3,23 +3,36 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from palimpsa_surgery.errors import UserError
 
 
-def check_output_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Path:
+def check_output_directory(
+    path: str | os.PathLike, *, overwrite: bool = False, inputs: Iterable[str | os.PathLike | None] = ()
+) -> Path:
     """Return `path` as a Path if a new folder may be written there.
 
     Meant to be called before any expensive work.
 
+    Args:
+        path: the folder to come.
+        overwrite: whether a folder that is not empty may be replaced.
+        inputs: what will be read; ids of a Hub and None are passed over.
+
     Raises:
         UserError: `path` is a file, or a folder that is not empty and `overwrite` is False, or its
-            parent cannot be written to.
+            parent cannot be written to, or replacing it would delete an input or the current folder.
     """
     path = Path(path)
+    if path.exists():
+        for place in (Path(item).resolve() for item in inputs if item is not None and Path(item).exists()):
+            if place.is_relative_to(path.resolve()):
+                raise UserError(f"output {path} is or holds the input {place.name}: choose another --output")
+        if Path.cwd().is_relative_to(path.resolve()):
+            raise UserError(f"output {path} is or holds the current folder, which cannot be replaced")
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise UserError(f"output {path} exists and is not a folder")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
@@ -50,7 +63,11 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
         if path.exists():
             old = work.with_suffix(".old")
             path.rename(old)
-            work.rename(path)
+            try:
+                work.rename(path)
+            except BaseException:
+                old.rename(path)
+                raise
             shutil.rmtree(old)
         else:
             work.rename(path)

@@ -56,6 +56,7 @@ class Replacement:
     Attributes:
         source: the checkpoint that was operated on.
         base_fingerprint: hash of its weights.
+        fingerprint: hash of the result's weights, by which training can be told from none.
         layers: the layers replaced now, increasing.
         palimpsa_layers: all Palimpsa layers of the result, increasing.
         init: how the new parameters were chosen; empty when there are none.
@@ -68,6 +69,7 @@ class Replacement:
 
     source: Source
     base_fingerprint: str
+    fingerprint: str
     layers: tuple[int, ...]
     palimpsa_layers: tuple[int, ...]
     init: dict[str, Any]
@@ -89,6 +91,7 @@ class Replacement:
                 "base_model": self.source.name,
                 "base_kind": self.source.kind,
                 "base_fingerprint": self.base_fingerprint,
+                "fingerprint": self.fingerprint,
                 "palimpsa_layers": self.palimpsa_layers,
                 "replaced_layers": self.layers,
                 "init": self.init,
@@ -145,16 +148,16 @@ def replace(
     Raises:
         UserError: any mistake in the above, an analysis of another model, or too large a drift.
     """
+    texts = [data] if data is None or isinstance(data, str | os.PathLike) else list(data)
     if output is not None:
-        output = check_output_directory(output, overwrite=overwrite)
+        stored = None if isinstance(analysis, Analysis) else analysis
+        output = check_output_directory(output, overwrite=overwrite, inputs=[model, stored, tokenizer, *texts])
     elif not dry_run:
         raise UserError("no output folder given (only a dry run does without)")
     _check_options(init, importance_target, max_drift, seed)
     if analysis is not None and not isinstance(analysis, Analysis):
         analysis = Analysis.load(analysis)
-    files = None
-    if data is not None:
-        files = check_text_files([data] if isinstance(data, str | os.PathLike) else data)
+    files = None if data is None else check_text_files(texts)
     where = resolve_device(device)
     source = open_source(model)
     chosen = select_layers(
@@ -184,6 +187,8 @@ def replace(
         if init == "calibrated":
             calibrate_scales(hybrid, sample, chosen, importance_target, source.dtype)
         drift = measure_drift(base, hybrid, sample, chosen)
+        if not all(map(math.isfinite, asdict(drift).values())):
+            raise UserError(f"the logits of {source.name} or of its hybrid are NaN or infinite on this text")
         if max_drift is not None and not drift.relative <= max_drift:
             raise UserError(
                 f"the hybrid's logits differ from the source's by {drift.relative:.2g} relative, more than the "
@@ -193,6 +198,7 @@ def replace(
     result = Replacement(
         source=source,
         base_fingerprint=base_fingerprint,
+        fingerprint=fingerprint(hybrid),
         layers=tuple(chosen),
         palimpsa_layers=tuple(hybrid.config.palimpsa_layers),
         init=_init_record(init, importance_target, seed) if chosen else {},

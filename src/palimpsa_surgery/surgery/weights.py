@@ -28,6 +28,19 @@ WEIGHT_FILES = (
 SAFETENSORS_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FLOATS = frozenset(SAFETENSORS_FLOATS.values())
 
+# What torch.load raises for files damaged in one place or another, besides UnpicklingError.
+_BROKEN_PICKLE = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+)
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -129,7 +142,7 @@ class StoredWeights:
                 what = wanted.group(1) or wanted.group(2)
                 raise UserError(f"{file} is refused: it is not plain tensors but asks for {what}") from error
             raise UserError(f"{file} is damaged, or not a file of plain tensors") from error
-        except (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        except _BROKEN_PICKLE as error:
             raise UserError(f"{file} is damaged, cut short or not a PyTorch weights file") from error
         if not isinstance(state, dict):
             raise UserError(f"{file} holds no dictionary of tensors but a value of type {type(state).__name__}")

@@ -39,7 +39,7 @@ class LogHistogram:
     """Counts of values ≥ 1 in bins of log value, for `rows` separate populations.
 
     Quantiles are right within 0.5% (half a bin). The bins cover what has been seen, so memory depends on the
-    range of the values, at most 0.8 MB per row for all of float32, and never on their number.
+    range of the values, at most 0.1 MB per row for all of float32, and never on their number.
     """
 
     def __init__(self, rows: int) -> None:

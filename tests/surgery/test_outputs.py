@@ -1,0 +1,93 @@
+"""Output folders: whole or not at all, and never at the cost of an input."""
+
+from pathlib import Path
+
+import pytest
+
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+
+
+def test_appears_whole(tmp_path):
+    with fresh_directory(tmp_path / "new" / "out") as work:
+        (work / "file").write_text("x")
+        assert not (tmp_path / "new" / "out").exists()
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["out"]
+    assert (tmp_path / "new" / "out" / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_what_was_there(error, tmp_path):
+    old = tmp_path / "out"
+    old.mkdir()
+    (old / "file").write_text("old")
+
+    def write():
+        with fresh_directory(old, overwrite=True) as work:
+            (work / "file").write_text("new")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (old / "file").read_text() == "old"
+
+
+def test_a_failed_move_puts_the_old_folder_back(tmp_path, monkeypatch):
+    old = tmp_path / "out"
+    old.mkdir()
+    (old / "file").write_text("old")
+    rename = Path.rename
+
+    def fail(self, target):
+        if self.suffix == ".partial":
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no"), fresh_directory(old, overwrite=True):
+        pass
+    assert (old / "file").read_text() == "old"
+
+
+def test_overwriting_replaces_everything(tmp_path):
+    old = tmp_path / "out"
+    old.mkdir()
+    (old / "stale").write_text("old")
+    with fresh_directory(old, overwrite=True) as work:
+        (work / "file").write_text("new")
+    assert [p.name for p in old.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("place", ["model", "model/weights", "."], ids=["input", "inside", "around"])
+def test_an_input_is_never_overwritten(place, tmp_path):
+    inside = tmp_path / "model" / "weights"
+    inside.mkdir(parents=True)
+    (inside / "file").write_text("x")
+    output = tmp_path / ("model/weights" if place == "model/weights" else place)
+    wanted = inside if place == "model/weights" else tmp_path / "model"
+    with pytest.raises(UserError, match="is or holds the input"):
+        check_output_directory(output, overwrite=True, inputs=[None, "state-spaces/mamba2-2.7b", wanted])
+    check_output_directory(tmp_path / "other", overwrite=True, inputs=[wanted])
+
+
+def test_the_current_folder_cannot_be_replaced(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (".", "..", tmp_path / "here"):
+        with pytest.raises(UserError, match="is or holds the current folder"):
+            check_output_directory(output, overwrite=True)
+
+
+@pytest.mark.parametrize("verb", ["analyze", "replace", "diagnose"])
+def test_verbs_keep_their_inputs(verb, cli, tmp_path, kjv, tiny_checkpoint):
+    model = tmp_path / "model"
+    model.symlink_to(tiny_checkpoint)
+    folder = tmp_path / "project"
+    folder.mkdir()
+    text = folder / "text.txt"
+    text.write_text(kjv.read_text()[:20000])
+    options = ["--layers", "1"] if verb == "replace" else []
+    outcome = cli(verb, model, "--data", text, "--output", folder, "--overwrite", *options)
+    assert "is or holds the input text.txt" in outcome.error
+    assert text.exists()
