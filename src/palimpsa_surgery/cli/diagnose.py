@@ -7,7 +7,9 @@ import typer
 
 
 def diagnose(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a Mamba2, native or Hugging Face, or a hybrid.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or Hub id of a Mamba2, native or Hugging Face, or a hybrid.")
+    ],
     data: Annotated[
         list[Path],
         typer.Option(metavar="FILE...", help="Text: .txt, .jsonl (field text) or .parquet (column text) files."),

@@ -7,7 +7,9 @@ import typer
 
 
 def replace(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a Mamba2, native or Hugging Face, or a hybrid.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or Hub id of a Mamba2, native or Hugging Face, or a hybrid.")
+    ],
     output: Annotated[Path | None, typer.Option(help="Folder to write; needed unless --dry-run.")] = None,
     analysis: Annotated[Path | None, typer.Option(help="Folder that `analyze` wrote for this model.")] = None,
     top_k: Annotated[

@@ -7,7 +7,9 @@ import typer
 
 
 def train(
-    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id: what `replace` wrote, or a Mamba2.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder or Hub id: what `replace` wrote, or a Mamba2.")
+    ],
     recipe: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="A recipe that ships, such as demo, or a YAML file.")
     ],
