@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -30,7 +31,7 @@ from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.pipeline import train
 from palimpsa_surgery.surgery import upload
 from palimpsa_surgery.surgery.checkpoints import load_model, open_source
-from palimpsa_surgery.surgery.export import AUTO_MAP, Export, code_files, export
+from palimpsa_surgery.surgery.export import AUTO_MAP, Export, code_files, export, without_paths
 from palimpsa_surgery.surgery.replacement import replace
 
 PACKAGE = Path(palimpsa_surgery.hf_models.__file__).parents[1]
@@ -314,6 +315,36 @@ def test_a_run_exports_its_last_stage_and_its_results(run, tmp_path):
     everything = "".join(path.read_text() for path in done.path.iterdir() if path.suffix in (".json", ".md", ".yaml"))
     assert str(run.parent) not in everything, "an export must not tell where it was made"
     assert yaml.safe_load((done.path / "recipe.yaml").read_text())["name"] == "two-steps"
+
+
+def test_the_card_tells_of_training_only_what_is_known(run, exported, control, tmp_path):
+    def training(folder: Path) -> str:
+        return (folder / "README.md").read_text().split("## Training")[1].split("##")[0]
+
+    assert "None after the surgery" in training(exported.path)
+    again = export(export(run, tmp_path / "once"), tmp_path / "twice")
+    assert "Not recorded" in training(again.path)
+    assert yaml.safe_load((again.path / "recipe.yaml").read_text())["name"] == "two-steps"
+    final = export(run / json.loads((run / "run.json").read_text())["final"], tmp_path / "final")
+    assert "Not recorded" in training(final.path)
+    assert "Python files" in (exported.path / "README.md").read_text()
+    assert "Python files" not in (control.path / "README.md").read_text()
+
+
+def test_only_paths_are_cut_from_what_is_published():
+    record = {"base": "/a/model", "files": ["/b/text.txt", "asset:kjv.txt"], "template": "/no_think {prompt}"}
+    assert without_paths([record]) == [
+        {"base": "model", "files": ["text.txt", "asset:kjv.txt"], "template": "/no_think {prompt}"}
+    ]
+
+
+def test_a_tokenizer_can_be_given(hybrid, tiny_checkpoint, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(hybrid, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    with pytest.raises(UserError, match="--tokenizer"):
+        export(bare, tmp_path / "out")
+    done = export(bare, tmp_path / "out", tokenizer=tiny_checkpoint)
+    assert AutoTokenizer.from_pretrained(done.path)("And God said").input_ids
 
 
 def test_the_card_says_what_the_model_is(exported):

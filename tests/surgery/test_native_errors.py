@@ -1,5 +1,6 @@
 """Checkpoints that cannot be taken are refused in one line that names what is wrong."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -238,6 +239,21 @@ def test_truncated_file(tmp_path: Path, form: str, keep: int):
     message = refusal(open_source, tmp_path)
     assert file.name in message
     assert "damaged" in message
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_damaged_anywhere(tmp_path: Path, legacy: bool):
+    """One byte out of place in the pickle or the archive's directory: an error in one line, or the same names."""
+    write_native(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    state = torch.load(file, weights_only=True)
+    torch.save(state, file, _use_new_zipfile_serialization=not legacy)
+    whole = file.read_bytes()
+    positions = [*range(0, 2000, 37), *range(len(whole) - 4000, len(whole), 53)]
+    for position in positions:
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        with contextlib.suppress(UserError):
+            open_source(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])

@@ -290,6 +290,7 @@ def test_what_is_written_down(small_checkpoint, small_analysis, tmp_path):
         "base_model": str(small_checkpoint),
         "base_kind": "mamba2",
         "base_fingerprint": fingerprint(load_model(small_checkpoint)),
+        "fingerprint": fingerprint(load_model(tmp_path / "hybrid")),
         "palimpsa_layers": list(done.layers),
         "replaced_layers": list(done.layers),
         "init": {"kind": "calibrated", "importance_target": 0.1, "seed": 5},

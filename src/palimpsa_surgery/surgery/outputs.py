@@ -27,16 +27,16 @@ def check_output_directory(
             parent cannot be written to, or replacing it would delete an input or the current folder.
     """
     path = Path(path)
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise UserError(f"output {path} exists and is not a folder")
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise UserError(f"output folder {path} is not empty (use --overwrite to replace it)")
     if path.exists():
         for place in (Path(item).resolve() for item in inputs if item is not None and Path(item).exists()):
             if place.is_relative_to(path.resolve()):
                 raise UserError(f"output {path} is or holds the input {place.name}: choose another --output")
         if Path.cwd().is_relative_to(path.resolve()):
             raise UserError(f"output {path} is or holds the current folder, which cannot be replaced")
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise UserError(f"output {path} exists and is not a folder")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise UserError(f"output folder {path} is not empty (use --overwrite to replace it)")
     ancestor = path.absolute()
     while not ancestor.exists():
         ancestor = ancestor.parent
