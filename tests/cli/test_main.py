@@ -91,6 +91,24 @@ def test_a_user_error_is_one_line_and_exit_code_2(cli, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (PermissionError(13, "Permission denied", "/locked"), "[Errno 13] Permission denied: '/locked'"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (MemoryError(), "out of memory"),
+        (RecursionError("maximum depth"), "the input is nested too deeply"),
+    ],
+    ids=["permission", "disk", "memory", "nesting"],
+)
+def test_a_fault_of_the_machine_is_one_line_too(fault, message, cli, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("palimpsa_surgery.surgery.export.export", fail)
+    assert cli("export", "a", "--output", "b").error == message
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nonsense"], "No such command 'nonsense'."),

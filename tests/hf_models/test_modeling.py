@@ -451,8 +451,21 @@ def test_bad_calls_say_what_is_wrong(arguments, message, model, ids):
         ({"importance_rank": 0}, "importance_rank must be at least 1"),
         ({"head_dim": 8}, "must equal num_heads"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must lie within 0 and 1, got nan"),
+        ({"time_step_limit": (0.5, 0.1)}, "time_step_limit must be two numbers"),
     ],
-    ids=["layer-range", "layer-twice", "layer-order", "groups", "norm-groups", "rank", "heads", "activation"],
+    ids=[
+        "layer-range",
+        "layer-twice",
+        "layer-order",
+        "groups",
+        "norm-groups",
+        "rank",
+        "heads",
+        "activation",
+        "epsilon",
+        "limits",
+    ],
 )
 def test_contradictory_sizes_are_refused_with_both_sides(changes, message):
     with pytest.raises(StrictDataclassError, match=message):

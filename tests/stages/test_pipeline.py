@@ -219,6 +219,23 @@ def test_finished_run_is_left_alone(checkpoint, small_recipe, whole_run):
     assert {path: path.stat().st_mtime_ns for path in whole_run.rglob("*")} == before
 
 
+def test_a_run_in_use_is_left_alone(checkpoint, small_recipe, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    run_stage = pipeline.run_stage
+    seen = []
+
+    def meanwhile(*arguments):
+        if not seen:
+            seen.append(True)
+            with pytest.raises(UserError, match="is in use by another process"):
+                train(checkpoint, small_recipe, folder)
+        run_stage(*arguments)
+
+    monkeypatch.setattr(pipeline, "run_stage", meanwhile)
+    assert train(checkpoint, small_recipe, folder).final.is_dir()
+    assert seen
+
+
 def test_another_seed_gives_other_weights(checkpoint, small_recipe, whole_run, tmp_path):
     train(checkpoint, small_recipe, tmp_path / "run", seed=1)
     assert record_of(tmp_path / "run")["seed"] == 1

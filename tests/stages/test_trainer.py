@@ -10,7 +10,13 @@ from helpers import assert_close
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.data import IGNORED, Sequences, TrainingOrder, prepare
 from palimpsa_surgery.stages.recipe import load_recipe
-from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, last_checkpoint, quiet_transformers
+from palimpsa_surgery.stages.trainer import (
+    CHECKPOINT_FILES,
+    StageTrainer,
+    evaluate,
+    last_checkpoint,
+    quiet_transformers,
+)
 
 
 @pytest.fixture
@@ -170,8 +176,14 @@ def test_a_checkpoint_cut_short_is_not_resumed_from(tmp_path):
     for step, state in ((2, '{"global_step": 2}'), (4, '{"global_step": 4}'), (6, '{"global_st'), (10, None)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
+        for name in CHECKPOINT_FILES[:-1]:
+            (folder / name).write_bytes(b"x")
         if state:
             (folder / "trainer_state.json").write_text(state)
+    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step": 12}')  # its weights are gone
+    (tmp_path / "checkpoint-14").mkdir()
+    (tmp_path / "checkpoint-14" / "trainer_state.json").write_text("{}")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
     assert last_checkpoint(tmp_path / "checkpoint-2") is None
 

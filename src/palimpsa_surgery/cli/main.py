@@ -65,8 +65,8 @@ for _verb in VERBS:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (default: sys.argv) and return the exit code.
 
-    0 for success, 2 with one line on stderr for a user's mistake, 130 for Ctrl-C. Anything else is a bug
-    and shows its traceback.
+    0 for success, 2 with one line on stderr for a user's mistake or a fault of the machine (no permission, a full
+    disk, no memory), 130 for Ctrl-C. Anything else is a bug and shows its traceback.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
     os.environ.setdefault("DATASETS_VERBOSITY", "warning")
@@ -82,6 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         if message:
             print("error:", " ".join(message.splitlines()), file=sys.stderr)
+        return 2
+    except (OSError, MemoryError, RecursionError) as error:
+        what = {MemoryError: "out of memory", RecursionError: "the input is nested too deeply"}
+        print("error:", what.get(type(error)) or " ".join(str(error).split()), file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         status = 130

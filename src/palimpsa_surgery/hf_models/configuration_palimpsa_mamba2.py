@@ -56,6 +56,11 @@ class PalimpsaMamba2Config(Mamba2Config):
             )
         if self.importance_rank < 1:
             raise ValueError(f"importance_rank must be at least 1, got {self.importance_rank}")
+        if not 0 < self.layer_norm_epsilon < 1:
+            raise ValueError(f"layer_norm_epsilon must lie within 0 and 1, got {self.layer_norm_epsilon}")
+        limits = self.time_step_limit
+        if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
+            raise ValueError(f"time_step_limit must be two numbers, 0 <= low <= high, got {limits}")
         if self.hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act must be silu, Mamba2's own, got {self.hidden_act!r}")
         layers = self.palimpsa_layers

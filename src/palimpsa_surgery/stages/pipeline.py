@@ -17,7 +17,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-RECIPE_FILE, RUN_FILE = "recipe.yaml", "run.json"
+RECIPE_FILE, RUN_FILE, LOCK_FILE = "recipe.yaml", "run.json", ".lock"
 SURGERY_FILES = ("surgery.json", "analysis.json", "windows.png")
 """What `replace` put beside the weights, carried along to every stage's checkpoint."""
 
@@ -113,7 +114,7 @@ def train(
         UserError: the recipe or its data are wrong, the checkpoint does not suit it, `output` holds something
             else or a run that differs from this one, or the loss stops being finite.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise UserError(f"train runs as a single process, but was started as one of {os.environ['WORLD_SIZE']}")
     if max_steps is not None and max_steps < 1:
         raise UserError(f"--max-steps must be at least 1, got {max_steps}")
@@ -151,13 +152,29 @@ def train(
             f"checkpoint {source.name} has {found}"
         )
     did = []
-    for index in wanted:
-        if record["stages"][index]["status"] != "done":
-            run_stage(plan, record, index, text_tokenizer)
-            did.append(names[index])
-        folder = output / plan.stages[index].folder
-        _discard([folder / "data", *folder.glob("checkpoint-*")])
+    with _only_process(output):
+        if _read_run(output) != record:
+            raise UserError(f"run {output} was changed by another process meanwhile: start again to go on with it")
+        for index in wanted:
+            if record["stages"][index]["status"] != "done":
+                run_stage(plan, record, index, text_tokenizer)
+                did.append(names[index])
+            folder = output / plan.stages[index].folder
+            _discard([folder / "data", *folder.glob("checkpoint-*")])
     return Run(plan, record, tuple(did))
+
+
+@contextmanager
+def _only_process(output: Path) -> Iterator[None]:
+    """Hold a run's folder for this process; the system lets go of it when the process ends, however it ends."""
+    import fcntl
+
+    with (output / LOCK_FILE).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"run {output} is in use by another process") from None
+        yield
 
 
 def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -135,12 +135,17 @@ class _Log(TrainerCallback):
         self.advance(1)
 
 
+CHECKPOINT_FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+"""What the Trainer writes into a checkpoint and needs to go on to the bit; the last is written last."""
+
+
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole `checkpoint-N` of a stage. One that a kill cut short lacks its state, written last."""
+    """The newest whole `checkpoint-N` of a stage: one that a kill cut short, or that lost a file, is passed over."""
     whole = {}
     for path in folder.glob("checkpoint-*"):
-        with contextlib.suppress(OSError, ValueError):
-            whole[json.loads((path / "trainer_state.json").read_text())["global_step"]] = path
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if all((path / name).is_file() for name in CHECKPOINT_FILES):
+                whole[int(json.loads((path / "trainer_state.json").read_text())["global_step"])] = path
     return whole[max(whole)] if whole else None
 
 

@@ -22,7 +22,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from palimpsa_surgery.surgery.plots import format_window
+from palimpsa_surgery.surgery.plots import format_window, shortened
 
 if TYPE_CHECKING:
     from palimpsa_surgery.surgery.diagnosis import Diagnosis
@@ -73,7 +73,7 @@ def plot_perplexity(diagnosis: "Diagnosis", path: Path) -> None:
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("perplexity")
     _finish(axes)
-    figure.suptitle(f"Perplexity by position of {_named(diagnosis)}", fontsize=11)
+    figure.suptitle(f"Perplexity by position of {shortened(diagnosis.model)}", fontsize=11)
     figure.savefig(path)
 
 
@@ -103,7 +103,7 @@ def plot_remembrance(diagnosis: "Diagnosis", path: Path) -> None:
     left.set_xlabel("tokens taken away from the front, $t$")
     right.invert_xaxis()
     right.set_xlabel("tokens kept before the prediction, $T - t$")
-    title = f"Effective remembrance at $T$ = {remembrance.length:,} of {_named(diagnosis)}"
+    title = f"Effective remembrance at $T$ = {remembrance.length:,} of {shortened(diagnosis.model)}"
     figure.suptitle(title, fontsize=11)
     figure.savefig(path)
 
@@ -139,7 +139,7 @@ def plot_states(diagnosis: "Diagnosis", path: Path) -> None:
     legend = panels[1, 1].legend(panels[0, 1].lines, names, ncols=3, frameon=False, fontsize=8, **below)
     legend.set_in_layout(False)  # it has the room beside the colour bar
     _name_layers(figure, panels[:, 0], diagnosis.layers)
-    figure.suptitle(f"States by position of {_named(diagnosis)}", fontsize=11)
+    figure.suptitle(f"States by position of {shortened(diagnosis.model)}", fontsize=11)
     figure.savefig(path)
 
 
@@ -165,7 +165,7 @@ def plot_importance(diagnosis: "Diagnosis", path: Path) -> None:
         axes.set_title(_BANDED, fontsize=9)
     _log_axis(panels[0], np.concatenate([mean, std]))
     _name_layers(figure, panels, layers)
-    figure.suptitle(f"Importance above the prior of {_named(diagnosis)}", fontsize=11)
+    figure.suptitle(f"Importance above the prior of {shortened(diagnosis.model)}", fontsize=11)
     figure.savefig(path)
 
 
@@ -236,7 +236,7 @@ def _plot_layers(
     when = "over all tokens" if values.ndim == 2 else f"at {diagnosis.positions[-1]:,} tokens"
     left.set_title("median over heads" if values.ndim == 2 else _BANDED, fontsize=9)
     right.set_title(f"by head, {when}", fontsize=9)
-    figure.suptitle(f"{title} of {_named(diagnosis)}", fontsize=11)
+    figure.suptitle(f"{title} of {shortened(diagnosis.model)}", fontsize=11)
     figure.savefig(path)
 
 
@@ -362,12 +362,6 @@ def _plain(value: float) -> str:
         if 1e-3 <= abs(value) < size * 1000:
             return f"{value / size:.4g}{unit}"
     return f"{value:.3g}"
-
-
-def _named(diagnosis: "Diagnosis") -> str:
-    """A Hub id as it is, a folder without the folders around it."""
-    model = diagnosis.model
-    return model if model.count("/") == 1 and len(model) <= 48 else Path(model).resolve().name[:48]
 
 
 def diagnosis_report(diagnosis: "Diagnosis") -> Group:

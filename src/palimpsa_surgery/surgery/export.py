@@ -107,6 +107,7 @@ def export(
     source = Path(source)
     check_output_directory(output, overwrite=overwrite, inputs=[source, tokenizer])
     folder, run = resolve_run(source)
+    check_output_directory(output, overwrite=overwrite, inputs=[folder])
     opened = open_source(folder)
     if opened.kind in ("native", "meta_mamba2"):
         raise UserError(
@@ -206,6 +207,8 @@ def code_files() -> dict[str, str]:
 def _choose_length(asked: int | None, run: dict[str, Any] | None, source: Source) -> tuple[int, str]:
     stated = getattr(source.config, "max_position_embeddings", None)
     trained = max((stage["sequence_length"] for stage in run["recipe"]["stages"]), default=0) if run else 0
+    if stated is not None and not (isinstance(stated, int) and not isinstance(stated, bool) and stated > 0):
+        raise UserError(f"{source.name} states max_position_embeddings {stated!r}, which is no number of tokens")
     if asked is not None:
         return asked, "as asked for"
     if trained and trained >= (stated or 0):

@@ -154,7 +154,8 @@ def _apply(
             _check(setting, value, f"{where}: {prefix}{key}" + ("" if key in given else " (absent)"))
         values[key] = value
         if setting.field:
-            fields[setting.field] = tuple(map(float, value)) if setting.type == "limits" else value
+            convert = {"limits": lambda v: tuple(map(float, v)), "rate": float}.get(setting.type, lambda v: v)
+            fields[setting.field] = convert(value)
         if setting.note and key in given and (prefix or value != setting.default):  # every config has the top level
             notes.append(f"{prefix}{key} = {value!r} {setting.note}")
     return values, fields, notes

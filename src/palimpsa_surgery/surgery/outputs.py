@@ -37,7 +37,7 @@ def check_output_directory(
                 raise UserError(f"output {path} is or holds the input {place.name}: choose another --output")
         if Path.cwd().is_relative_to(path.resolve()):
             raise UserError(f"output {path} is or holds the current folder, which cannot be replaced")
-    ancestor = path.absolute()
+    ancestor = path.absolute().parent  # where the folder is built and then renamed
     while not ancestor.exists():
         ancestor = ancestor.parent
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):

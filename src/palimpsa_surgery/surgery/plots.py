@@ -168,7 +168,7 @@ def plot_windows(analysis: "Analysis", selected: Collection[int], path: str | os
     _draw_positions(figure, right, analysis, selected)
     left.set_ylim(depth - 0.5, -0.5)
     left.yaxis.set_major_locator(MaxNLocator(nbins=min(depth, 17), integer=True, min_n_ticks=1))
-    figure.suptitle(f"Effective memory window of each layer of {_shortened(analysis.model)}", fontsize=11)
+    figure.suptitle(f"Effective memory window of each layer of {shortened(analysis.model)}", fontsize=11)
     figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), fontsize=8, frameon=False)
     figure.savefig(path)
 
@@ -253,6 +253,7 @@ def _plain(value: float) -> str:
     return f"{value:.0e}".replace("e+", "e")
 
 
-def _shortened(model: str) -> str:
+def shortened(model: str) -> str:
     """A Hub id as it is, a folder without the folders around it."""
-    return model if model.count("/") == 1 and len(model) <= 48 else Path(model).resolve().name[:48]
+    name = model if model.count("/") == 1 and len(model) <= 48 else Path(model).resolve().name[:48]
+    return name.replace("$", r"\$")  # which matplotlib would take for the start of a formula
