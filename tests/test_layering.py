@@ -50,7 +50,7 @@ def test_imports_point_one_way(path: Path):
 def test_exported_files_need_only_torch_and_transformers(path: Path):
     # huggingface_hub comes with transformers, whose configs are its strict dataclasses.
     required = {"torch", "transformers", "huggingface_hub", "palimpsa_surgery", *sys.stdlib_module_names}
-    optional = {"triton", "mamba_ssm", "causal_conv1d"}
+    optional = {"triton", "mamba_ssm", "causal_conv1d", "liger_kernel"}
     names = {name.split(".")[0] for name in imports(path)}
     assert names <= required | optional, f"{path.name} imports {sorted(names - required - optional)}"
 

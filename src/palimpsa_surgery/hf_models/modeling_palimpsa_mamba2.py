@@ -31,6 +31,7 @@ from transformers.models.mamba2.modeling_mamba2 import (
 )
 
 from ..kernels.conv import causal_conv1d
+from ..kernels.cross_entropy import linear_cross_entropy
 from ..kernels.scan import palimpsa_scan, palimpsa_step, seq_idx_from_cu_seqlens, ssd_scan, ssd_step
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
@@ -524,6 +525,8 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         initial_states: Sequence[LayerState | tuple[Tensor | None, Tensor | None]] | None = None,
         return_final_states: bool = False,
+        return_logits: bool = True,
+        num_items_in_batch: int | Tensor | None = None,
         **kwargs,
     ) -> tuple | PalimpsaMamba2CausalLMOutput:
         r"""
@@ -531,9 +534,18 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
             labels (`[batch, time]`, *optional*): shifted inside the model, so pass `input_ids`; -100 is ignored.
             logits_to_keep (`int` or `Tensor`): compute logits for the last so many positions only (0: all), or
                 for the given positions.
+            return_logits (`bool`): False: only the loss, computed from blocks of logits (or by Liger's fused
+                kernel on CUDA), so that memory does not grow with `time * vocab_size`; `logits` is None.
+            num_items_in_batch (*optional*): the loss is the sum over targets divided by this number instead of
+                by that of the targets, so that micro-batches of one step add up.
 
         All other arguments are those of [`PalimpsaMamba2Model`].
+
+        Raises:
+            ValueError: `return_logits=False` without `labels`, and what [`PalimpsaMamba2Model`] raises.
         """
+        if labels is None and not return_logits:
+            raise ValueError("return_logits=False leaves nothing to return without labels")
         return_dict = self.config.return_dict if return_dict is None else return_dict
         outputs = self.backbone(
             input_ids,
@@ -548,12 +560,22 @@ class PalimpsaMamba2ForCausalLM(PalimpsaMamba2PreTrainedModel, GenerationMixin):
             initial_states=initial_states,
             return_final_states=return_final_states,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
-        logits = self.lm_head(hidden_states.to(self.lm_head.weight.dtype)).float()
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        hidden_states = outputs.last_hidden_state.to(self.lm_head.weight.dtype)
+        loss = logits = None
+        if return_logits:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, kept]).float()
+            if labels is not None:
+                loss = self.loss_function(
+                    logits=logits,
+                    labels=labels,
+                    vocab_size=self.config.vocab_size,
+                    num_items_in_batch=num_items_in_batch,
+                    **kwargs,
+                )
+        else:
+            total, targets = linear_cross_entropy(hidden_states[:, :-1], self.lm_head.weight, labels[:, 1:])
+            loss = total / (targets if num_items_in_batch is None else num_items_in_batch)
         output = PalimpsaMamba2CausalLMOutput(
             loss=loss,
             logits=logits,
