@@ -23,7 +23,7 @@ from palimpsa_surgery.stages.trainer import (
 def run(tmp_path, tokenizer, small_model):
     """Train the small model on a recipe's first stage; return the trainer."""
 
-    def train(recipe, steps=None, model=small_model):
+    def train(recipe, steps=None, model=small_model, resume=False):
         stage = recipe.stages[0]
         if not (tmp_path / "data").exists():
             prepare(stage, tokenizer, tmp_path / "data")
@@ -42,7 +42,7 @@ def run(tmp_path, tokenizer, small_model):
                 checkpoint_steps=2,
                 advance=lambda units: None,
             )
-            trainer.train()
+            trainer.train(resume_from_checkpoint=last_checkpoint(tmp_path / "stage") if resume else None)
         return trainer
 
     return train
@@ -128,26 +128,107 @@ def test_gradient_checkpointing_changes_nothing(run, recipe_dict, write_recipe, 
         assert_close(results[1][name], results[0][name], 1e-5, name)
 
 
-def test_loss_that_is_not_finite_stops_the_stage_and_names_the_step(run, small_recipe, small_model):
-    def poison(module, args, kwargs, output):
-        calls.append(1)
-        if len(calls) == 3:
-            output.loss = output.loss * float("nan")
+def poison(model, calls, value=float("nan")):
+    """Multiply the loss of the given forward passes, counted from 1, by `value`."""
+
+    def hook(module, args, kwargs, output):
+        seen.append(1)
+        if len(seen) in calls:
+            output.loss = output.loss * value
         return output
 
-    calls: list[int] = []
-    small_model.register_forward_hook(poison, with_kwargs=True)
-    with pytest.raises(UserError, match="stage first: the loss is nan at step 3") as error:
-        run(small_recipe)
+    seen: list[int] = []
+    return model.register_forward_hook(hook, with_kwargs=True)
+
+
+@pytest.mark.parametrize("micro", [None, 32], ids=["whole", "accumulated"])
+def test_a_step_that_is_not_finite_is_skipped(
+    run, recipe_dict, write_recipe, small_model, tmp_path, monkeypatch, micro
+):
+    """Weights and moments stay as they were, and so does the gradient of a good micro-batch beside the bad one."""
+    snapshots = []
+
+    def optimizer_state(trainer):
+        return [
+            {key: value.clone() for key, value in trainer.optimizer.optimizer.state[p].items()}
+            for group in trainer.optimizer.param_groups
+            for p in group["params"]
+        ]
+
+    original = StageTrainer.log
+
+    def log(self, logs, start_time=None):
+        snapshots.append((weights(self.model), optimizer_state(self)))
+        original(self, logs, start_time)
+
+    monkeypatch.setattr(StageTrainer, "log", log)
+    poison(small_model, {None: {3}, 32: {5}}[micro])  # in the third step of four
+    trainer = run(changed(recipe_dict, write_recipe, micro_batch_tokens=micro, warmup_steps=0), steps=4)
+    (_, _), (second, moments), (third, third_moments), (fourth, _) = snapshots[:4]
+    assert all(torch.equal(third[name], second[name]) for name in second)
+    for before, after in zip(moments, third_moments, strict=True):
+        assert before.keys() == after.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(after[key], before[key]) for key in before)
+    assert not torch.equal(fourth["backbone.embeddings.weight"], third["backbone.embeddings.weight"])
+    assert trainer.skipped_steps == 1
+    log = log_of(tmp_path)
+    assert [line.get("skipped", False) for line in log] == [False, False, True, False]
+    assert log[2]["loss"] is None
+    assert all(line["loss"] is not None for line in log if "skipped" not in line)
+    rates = [line["learning_rate"] for line in log]
+    assert rates == sorted(rates, reverse=True), "the schedule counts skipped steps"
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_stage(run, recipe_dict, write_recipe, small_model):
+    poison(small_model, {1, 3, 4, 5})
+    recipe = changed(recipe_dict, write_recipe, non_finite={"max_consecutive": 2})
+    with pytest.raises(UserError, match=r"stage first: the loss is not finite at step 5 \(3 steps in a row\)") as error:
+        run(recipe)
     assert "\n" not in str(error.value)
 
 
-def test_gradient_that_is_not_finite_never_reaches_the_weights(run, small_recipe, small_model):
+def test_a_resumed_stage_counts_on(run, recipe_dict, write_recipe, small_model, tmp_path):
+    """The second and third step are skipped before the checkpoint at 2 and after it."""
+    recipe = changed(recipe_dict, write_recipe, non_finite={"max_consecutive": 1})
+    with poison(small_model, {2, 3}), pytest.raises(UserError, match=r"at step 3 \(2 steps in a row\)"):
+        run(recipe)
+    with poison(small_model, {1}), pytest.raises(UserError, match=r"at step 3 \(2 steps in a row\)"):
+        run(recipe, resume=True)
+    trainer = run(recipe, resume=True)
+    assert trainer.skipped_steps == 1
+
+
+def test_gradient_that_is_not_finite_never_reaches_the_weights(run, recipe_dict, write_recipe, small_model):
     small_model.backbone.layers[0].mixer.D.register_hook(lambda gradient: gradient * float("inf"))
     before = weights(small_model)
-    with pytest.raises(UserError, match=r"the gradient norm is (nan|inf) at step 1"):
-        run(small_recipe)
+    recipe = changed(recipe_dict, write_recipe, non_finite={"max_consecutive": 3})
+    with pytest.raises(UserError, match=r"the gradient norm is not finite at step 4 \(4 steps in a row\)"):
+        run(recipe)
     assert all(torch.equal(value, before[name]) for name, value in small_model.named_parameters())
+
+
+def test_the_logits_are_never_held(run, small_recipe, small_model):
+    seen = []
+    small_model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+    run(small_recipe, steps=1)
+    assert seen == [None]
+
+
+def test_clipping_scales_the_gradient_to_the_limit(run, recipe_dict, write_recipe, small_model, tmp_path):
+    norms = []
+    optimizer_step = torch.optim.AdamW.step
+
+    def step(self, *args, **kwargs):
+        squares = sum(p.grad.double().square().sum() for group in self.param_groups for p in group["params"])
+        norms.append(squares.sqrt().item())
+        return optimizer_step(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", step)
+        run(changed(recipe_dict, write_recipe, clip=0.05), steps=3)
+    before = [line["grad_norm"] for line in log_of(tmp_path)]
+    assert min(before) > 0.05
+    assert norms == pytest.approx([0.05] * 3, rel=1e-3)
 
 
 def test_evaluation_is_the_mean_over_targets(tmp_path, tokenizer, small_recipe, small_model):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_PER_BLOCK = 2**26
-"""Logits that exist at a time: 256 MiB in float32, 1,334 tokens at 50,288 words. A loss that fits recomputes nothing."""
+"""Logits that exist at a time: 256 MiB in float32, 1,334 tokens at 50,288 words. A smaller loss recomputes nothing."""
 
 
 def linear_cross_entropy(

@@ -221,8 +221,8 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
             for name in SURGERY_FILES:
                 if (plan.source.path / name).is_file():
                     shutil.copyfile(plan.source.path / name, work / name)
-    entry |= {"status": "done", "after": after, "seconds": round(time.perf_counter() - began, 1)}
-    entry["final"] = f"{part.folder}/final"
+    entry |= {"status": "done", "after": after, "skipped_steps": trainer.skipped_steps}
+    entry |= {"seconds": round(time.perf_counter() - began, 1), "final": f"{part.folder}/final"}
     record["final"] = record["stages"][-1]["final"]
     _write_run(plan.output, record)
 

@@ -124,6 +124,13 @@ class Schedule(_Strict):
     """Where a cosine ends, as a fraction of the peak."""
 
 
+class NonFinite(_Strict):
+    """What happens to a step whose loss or gradient is infinite or not a number: it is skipped and counted."""
+
+    max_consecutive: Annotated[int, Field(ge=0)] = 5
+    """So many steps may be skipped in a row; one more ends the run. 0: the first one does."""
+
+
 class Stage(_Strict):
     """One training stage. Sizes are in tokens, lengths of time in optimizer steps."""
 
@@ -152,6 +159,7 @@ class Stage(_Strict):
     """Adam's averaging weights of the gradient and of its square."""
     clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of the gradient; longer ones are scaled down to it."""
+    non_finite: NonFinite = NonFinite()
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
@@ -356,6 +364,7 @@ _NESTED: dict[str, type[BaseModel]] = _DATA_KINDS | {
     "stages": Stage,
     "packing": Packing,
     "schedule": Schedule,
+    "non_finite": NonFinite,
     "model": ExpectedModel,
     "evaluation": Evaluation,
 }

@@ -14,12 +14,13 @@ from transformers.utils import logging as transformers_logging
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.data import IGNORED, Sequences, TrainingOrder, collate
+from palimpsa_surgery.stages.guard import SKIPPED, NonFiniteGuard, skipped_steps
 from palimpsa_surgery.stages.optimisation import build_optimizer
 from palimpsa_surgery.stages.recipe import Stage
 
 
 class StageTrainer(Trainer):
-    """The Trainer with a stage's parameter groups, data order and log, that stops at the first NaN.
+    """The Trainer with a stage's parameter groups, data order, log, loss in blocks and guard against NaN.
 
     Weights, gradients and the optimizer are float32; on a GPU that has bfloat16 the forward pass is autocast to
     it. Never to float16, whose range long recurrences exceed.
@@ -45,6 +46,7 @@ class StageTrainer(Trainer):
         advance: Callable[[int], None],
     ) -> None:
         self.stage = stage
+        self.guard = NonFiniteGuard(stage.name, stage.non_finite.max_consecutive)
         cosine = stage.schedule.kind == "cosine"
         arguments = TrainingArguments(
             output_dir=str(folder),
@@ -84,23 +86,37 @@ class StageTrainer(Trainer):
             self.optimizer = build_optimizer(self.model if model is None else model, self.stage)
         return self.optimizer
 
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict,
+        return_outputs: bool = False,
+        num_items_in_batch: object = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, object]:
+        """Run the forward pass without holding the logits."""
+        return super().compute_loss(model, {**inputs, "return_logits": False}, return_outputs, num_items_in_batch)
+
     def training_step(self, model: torch.nn.Module, inputs: dict, num_items_in_batch: object = None) -> torch.Tensor:
-        """Run one forward and backward pass, and refuse a loss that is not finite."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._check_finite("loss", loss.item())
-        return loss
+        """Run one forward and backward pass, and let the guard see the loss."""
+        return self.guard.see(super().training_step(model, inputs, num_items_in_batch))
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
         norm = super()._clip_grad_norm(model)
-        self._check_finite("gradient norm", float(norm))
+        if not self.guard.allows_step(norm, self.accelerator, self.state):
+            # AdamW leaves alone what has no gradient: weight, moments and its count of steps.
+            model.zero_grad(set_to_none=True)
         return norm
 
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise UserError(
-                f"stage {self.stage.name}: the {what} is {value} at step {self.state.global_step + 1}; lower the "
-                "learning rates, or lengthen the warm-up"
-            )
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Mark a skipped step, whose loss is not a number, in what is logged and kept in `log_history`."""
+        if "loss" in logs and self.guard.skipping:
+            logs = logs | {"loss": math.nan, SKIPPED: 1}
+        super().log(logs, start_time)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of this stage that the guard has skipped, in earlier processes too."""
+        return skipped_steps(self.state)
 
 
 class _Log(TrainerCallback):
@@ -126,13 +142,20 @@ class _Log(TrainerCallback):
         line = {
             "step": state.global_step,
             "tokens": state.global_step * self.batch_tokens,
-            **{key: logs[key] for key in ("loss", "grad_norm", "learning_rate")},
+            **{key: _finite(logs[key]) for key in ("loss", "grad_norm", "learning_rate")},
             "tokens_per_second": round(self.batch_tokens / (now - self.since), 1),
         }
+        if SKIPPED in logs:
+            line[SKIPPED] = True
         self.since = now
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.advance(1)
+
+
+def _finite(value: float) -> float | None:
+    """The number, or null where JSON has none."""
+    return value if math.isfinite(value) else None
 
 
 CHECKPOINT_FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
@@ -173,10 +196,9 @@ def evaluate(model: PreTrainedModel, sequences: Sequences, *, max_tokens: int, b
     for batch in sequences.batches(chosen, batch_size):
         inputs = {key: value.to(model.device) for key, value in batch.items()}
         with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda" and _has_bfloat16()):
-            loss = model(**inputs, use_cache=False).loss
-        batch_targets = int((batch["labels"][:, 1:] != IGNORED).sum())
-        total += loss.item() * batch_targets
-        targets += batch_targets
+            batch_sum = model(**inputs, use_cache=False, return_logits=False, num_items_in_batch=1).loss
+        total += batch_sum.item()
+        targets += int((batch["labels"][:, 1:] != IGNORED).sum())
     model.train(was_training)
     mean = total / targets
     if not math.isfinite(mean):
