@@ -37,9 +37,8 @@ import os
 import torch
 from torch import Tensor
 
+from . import hopper_scan
 from .decay import document_numbers
-from .gluon_scan import AVAILABLE as TUNED_AVAILABLE
-from .gluon_scan import HEAD_DIM, NUM_WARPS, STATE_SIZE, read_out, segment_adjoints, segment_gradients
 
 try:
     import triton
@@ -59,19 +58,13 @@ except ImportError:  # the module still imports; `palimpsa_scan_triton` is then 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 # Tokens a segment: the read-out takes 8.8, 8.9, 8.9 ms with 256, 512, 1024; 512 keeps the states at 0.33 GiB.
 FORWARD_SEGMENT = 512
-# Backward: the tuned kernels take 71.7 ms in all with 256 and 73.5 with 128; the portable one, which works out each
-# sub-chunk's starting state from the segment's, prefers 128.
-TUNED_SEGMENT = 256
+# Backward: the kernel works out each sub-chunk's starting state from the segment's, so it prefers short ones.
 BACKWARD_SEGMENT = 128
 SUB_CHUNK = 16
 KEY_BLOCK = 64  # of the portable gradient kernel: 10% faster than 32 on Hopper although it spills registers
-# Value rows of a program, value rows and keys of a lane: the fastest of five each.
-READ_OUT_TILE = (16, 4, 8)
-ADJOINT_TILE = (8, 8, 4)
-PROGRAMS_PER_SM = 2  # of the tuned gradient kernel, limited by registers and shared memory
 # Bytes of temporary tensors that a launch of the backward pass may take; twice as many save 2%.
 WORKSPACE_BYTES = 768 * 2**20
-# Tests turn it off to reach the portable kernels.
+# Whether `hopper_scan.py` is used where it fits; tests turn it off to reach the portable kernels.
 USE_TUNED = True
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -512,33 +505,6 @@ def _segment_gradients(
 
 
 @jit
-def _transpose_rows(
-    x, dt, beta, A, dy, v, betaT, dyT, log_alpha,
-    x_b, x_t, x_h, x_p, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, beta_p, dy_b, dy_t, dy_h, dy_p,
-    T, TP, H, P, BT: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """v = dt x, beta and dy as float32 [b, h, p, TP], and log alpha [b, h, TP], zero from T on."""
-    i_bh = tl.program_id(1).to(tl.int64)
-    b = i_bh // H
-    h = i_bh % H
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    o_p = tl.arange(0, BP)
-    m_t = t < T
-    m_p = (o_p < P)[None, :]
-    m = m_t[:, None] & m_p
-    b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
-    tl.store(log_alpha + i_bh * TP + t, -tl.load(A + h) * b_dt, mask=t < TP)
-    o_out = (i_bh * P + o_p[:, None]) * TP + t[None, :]
-    m_out = (o_p < P)[:, None] & (t < TP)[None, :]
-    b_x = tl.load(x + b * x_b + t[:, None] * x_t + h * x_h + o_p[None, :] * x_p, mask=m, other=0.0)
-    tl.store(v + o_out, tl.trans(b_x.to(tl.float32) * b_dt[:, None]), mask=m_out)
-    b_u = tl.load(beta + b * beta_b + t[:, None] * beta_t + h * beta_h + o_p[None, :] * beta_p, mask=m, other=0.0)
-    tl.store(betaT + o_out, tl.trans(b_u.to(tl.float32)), mask=m_out)
-    b_dy = tl.load(dy + b * dy_b + t[:, None] * dy_t + h * dy_h + o_p[None, :] * dy_p, mask=m, other=0.0)
-    tl.store(dyT + o_out, tl.trans(b_dy.to(tl.float32)), mask=m_out)
-
-
-@jit
 def _reduce_rows(
     xT, dt, A, dvT, dbetaT, dlog, dx, ddt, dbeta, dA,
     dt_b, dt_t, dt_h, g_b, g_t, g_h, ddt_b, ddt_t, ddt_h,
@@ -605,21 +571,6 @@ def _dot_types(x: Tensor) -> dict:
     return {"DOT": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "ieee"}
 
 
-def _tuned_fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
-    """Whether `gluon_scan.py`, measured on Hopper alone, takes these arguments."""
-    return (
-        TUNED_AVAILABLE
-        and USE_TUNED
-        and x.is_cuda
-        and x.dtype == torch.bfloat16
-        and x.stride(-1) == 1
-        and beta.stride(-1) == 1
-        and B.shape[3] == STATE_SIZE
-        and x.shape[3] == HEAD_DIM
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-    )
-
-
 def _states(x, dt, A, B, beta, initial_state, doc, segment, heads_per_group):
     """States at the segments' boundaries `[b, h, segments + 1, 2, p, n]` and decays `[b, h, segments]`."""
     batch, time, heads, head_dim = x.shape
@@ -661,14 +612,8 @@ def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance)
     variance = torch.empty(x.shape if return_variance else (0,), dtype=torch.float32, device=x.device)
     segments, documents = states.shape[2] - 1, dt if doc is None else doc
     sizes = (time, heads, heads // groups, head_dim)
-    if not return_variance and _tuned_fits(x, beta, B):
-        BP, R, KC = READ_OUT_TILE
-        read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
-            x, dt, beta, A, B, C, I_prior, documents, states, y,
-            *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3],
-            *sizes, segments, FORWARD_SEGMENT,
-            BP=BP, R=R, KC=KC, HAS_DOC=doc is not None, num_warps=1,
-        )  # fmt: skip
+    if not return_variance and USE_TUNED and hopper_scan.fits(x, beta, B):
+        hopper_scan.read_out(x, dt, A, B, C, beta, I_prior, doc, states, y, FORWARD_SEGMENT)
     else:
         BP = 8
         _read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
@@ -703,13 +648,7 @@ def _backward_heads(
         adjoints[:, :, -1].copy_(dfinal[:, heads])
     flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
     if tuned:
-        BP, R, KC = ADJOINT_TILE
-        segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
-            x, dt, beta, A, B, C, I_prior, dy, documents, states, adjoints,
-            *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
-            time, n_heads, n_heads, head_dim, segments, segment,
-            BP=BP, R=R, KC=KC, HAS_DOC=doc is not None, num_warps=1,
-        )  # fmt: skip
+        hopper_scan.segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment)
     else:
         BP = 8
         _segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
@@ -722,47 +661,12 @@ def _backward_heads(
     if dinitial is not None:
         dinitial[:, heads].copy_(adjoints[:, :, 0])
     arguments = (x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment)
-    keys = _gradients_tuned(*arguments) if tuned else _gradients_portable(*arguments, dvar, flags)
+    keys = hopper_scan.segment_gradients(*arguments) if tuned else _gradients_portable(*arguments, dvar, flags)
     for part, total in zip(keys, (dB, dC), strict=True):
         part_size, size, block = part[0, 0].numel(), total[0].numel(), 1024
         _reduce_heads[(triton.cdiv(size, block), batch)](
             part, total, n_heads, part_size, size, BLOCK=block, FIRST=first, num_warps=4
         )
-
-
-def _gradients_tuned(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment):
-    """Step 5 through `gluon_scan.py`; returns dB and dC `[b, h, segments S, n]`."""
-    batch, time, heads, head_dim = x.shape
-    state_size, segments = B.shape[3], states.shape[2] - 1
-    padded = segments * segment
-    rows = x.new_empty(3, batch, heads, head_dim, padded, dtype=torch.float32)
-    log_alpha = x.new_empty(batch, heads, padded, dtype=torch.float32)
-    BT = 64
-    _transpose_rows[(padded // BT, batch * heads)](
-        x, dt, beta, A, dy, *rows, log_alpha,
-        *x.stride(), *dt.stride(), *beta.stride(), *dy.stride(),
-        time, padded, heads, head_dim, BT=BT, BP=_power_of_two(head_dim), num_warps=4,
-    )  # fmt: skip
-    documents = dt
-    if doc is not None:
-        documents = torch.cat((doc, doc[:, -1:].expand(-1, padded - time)), 1)
-    tiles = segments * batch * heads
-    programs = min(tiles, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
-    starts = x.new_empty(programs, segment // SUB_CHUNK, 2, head_dim, state_size, dtype=torch.float32)
-    ends = x.new_empty(programs, 2, head_dim, state_size, dtype=torch.float32)
-    parts = x.new_empty(programs, head_dim, 32 * NUM_WARPS, dtype=torch.float32)
-    keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
-    scalars = x.new_empty(2, batch, heads, segments, dtype=torch.float32)
-    segment_gradients[(programs,)](
-        x, *rows, log_alpha, dt, A, B, C, I_prior, documents, states, adjoints, starts, ends, parts,
-        dx, dbeta, ddt, *keys, *scalars,
-        *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], *dx.stride()[:3], *ddt.stride(),
-        time, padded, heads, heads, segments, tiles,
-        S=segment, P=head_dim, NW=NUM_WARPS, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    dA.copy_(scalars[0].sum((0, 2)))
-    dprior.copy_(scalars[1].sum((0, 2)))
-    return keys
 
 
 def _gradients_portable(
@@ -807,12 +711,13 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
     dA, dprior = torch.empty_like(A, dtype=torch.float32), torch.empty_like(I_prior, dtype=torch.float32)
     dinitial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     dB, dC = (torch.empty(B.shape, dtype=B.dtype, device=x.device) for _ in range(2))
-    tuned = dvar is None and _tuned_fits(x, beta, B)
-    segment = TUNED_SEGMENT if tuned else BACKWARD_SEGMENT
+    tuned = dvar is None and USE_TUNED and hopper_scan.fits(x, beta, B)
+    segment = hopper_scan.BACKWARD_SEGMENT if tuned else BACKWARD_SEGMENT
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     # bytes of temporary tensors for each head: states, adjoints, scratch; transposed copies; partial results
-    state_bytes = (2 if tuned else 3) * 2 * 4 * head_dim * state_size * (triton.cdiv(time, segment) + 1)
-    row_values = 3 if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
+    copies = hopper_scan.STATE_COPIES if tuned else 3
+    state_bytes = copies * 2 * 4 * head_dim * state_size * (triton.cdiv(time, segment) + 1)
+    row_values = hopper_scan.ROW_VALUES if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
     row_bytes = int(4 * time * head_dim * row_values)
     per_head = batch * (state_bytes + row_bytes + 2 * 4 * time * state_size)
     heads_per_group = heads // groups
