@@ -37,8 +37,14 @@ import os
 import torch
 from torch import Tensor
 
-from . import hopper_scan
 from .decay import document_numbers
+from .hopper_scan import BACKWARD_SEGMENT as TUNED_SEGMENT
+from .hopper_scan import ROW_VALUES as TUNED_ROW_VALUES
+from .hopper_scan import STATE_COPIES as TUNED_STATE_COPIES
+from .hopper_scan import fits as tuned_fits
+from .hopper_scan import read_out as tuned_read_out
+from .hopper_scan import segment_adjoints as tuned_segment_adjoints
+from .hopper_scan import segment_gradients as tuned_segment_gradients
 
 try:
     import triton
@@ -612,8 +618,8 @@ def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance)
     variance = torch.empty(x.shape if return_variance else (0,), dtype=torch.float32, device=x.device)
     segments, documents = states.shape[2] - 1, dt if doc is None else doc
     sizes = (time, heads, heads // groups, head_dim)
-    if not return_variance and USE_TUNED and hopper_scan.fits(x, beta, B):
-        hopper_scan.read_out(x, dt, A, B, C, beta, I_prior, doc, states, y, FORWARD_SEGMENT)
+    if not return_variance and USE_TUNED and tuned_fits(x, beta, B):
+        tuned_read_out(x, dt, A, B, C, beta, I_prior, doc, states, y, FORWARD_SEGMENT)
     else:
         BP = 8
         _read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
@@ -648,7 +654,7 @@ def _backward_heads(
         adjoints[:, :, -1].copy_(dfinal[:, heads])
     flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
     if tuned:
-        hopper_scan.segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment)
+        tuned_segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment)
     else:
         BP = 8
         _segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
@@ -661,7 +667,7 @@ def _backward_heads(
     if dinitial is not None:
         dinitial[:, heads].copy_(adjoints[:, :, 0])
     arguments = (x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment)
-    keys = hopper_scan.segment_gradients(*arguments) if tuned else _gradients_portable(*arguments, dvar, flags)
+    keys = tuned_segment_gradients(*arguments) if tuned else _gradients_portable(*arguments, dvar, flags)
     for part, total in zip(keys, (dB, dC), strict=True):
         part_size, size, block = part[0, 0].numel(), total[0].numel(), 1024
         _reduce_heads[(triton.cdiv(size, block), batch)](
@@ -711,13 +717,13 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
     dA, dprior = torch.empty_like(A, dtype=torch.float32), torch.empty_like(I_prior, dtype=torch.float32)
     dinitial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     dB, dC = (torch.empty(B.shape, dtype=B.dtype, device=x.device) for _ in range(2))
-    tuned = dvar is None and USE_TUNED and hopper_scan.fits(x, beta, B)
-    segment = hopper_scan.BACKWARD_SEGMENT if tuned else BACKWARD_SEGMENT
+    tuned = dvar is None and USE_TUNED and tuned_fits(x, beta, B)
+    segment = TUNED_SEGMENT if tuned else BACKWARD_SEGMENT
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     # bytes of temporary tensors for each head: states, adjoints, scratch; transposed copies; partial results
-    copies = hopper_scan.STATE_COPIES if tuned else 3
+    copies = TUNED_STATE_COPIES if tuned else 3
     state_bytes = copies * 2 * 4 * head_dim * state_size * (triton.cdiv(time, segment) + 1)
-    row_values = hopper_scan.ROW_VALUES if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
+    row_values = TUNED_ROW_VALUES if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
     row_bytes = int(4 * time * head_dim * row_values)
     per_head = batch * (state_bytes + row_bytes + 2 * 4 * time * state_size)
     heads_per_group = heads // groups
