@@ -181,7 +181,7 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     """Train one stage from its last checkpoint or its start, and write its final checkpoint."""
     import torch
 
-    from palimpsa_surgery.stages.data import Sequences, TrainingOrder
+    from palimpsa_surgery.stages.data import Sequences, training_order
     from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, last_checkpoint, quiet_transformers
     from palimpsa_surgery.surgery.checkpoints import load_model, save_checkpoint
 
@@ -196,7 +196,14 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     model = load_model(start)
     use_cache = model.config.use_cache  # the Trainer turns it off
     sequences = Sequences(folder / "data", stage)
-    order = TrainingOrder(sequences, count=part.steps * stage.batch_sequences, seed=plan.recipe.seed, stage_index=index)
+    order = training_order(
+        sequences,
+        stage,
+        steps=part.steps,
+        seed=plan.recipe.seed,
+        stage_index=index,
+        rows=stage.micro_batch_sequences,
+    )
     scoring = {"max_tokens": plan.recipe.evaluation.tokens, "batch_size": stage.micro_batch_sequences}
     with quiet_transformers(), progress_bar(f"stage {stage.name}", part.steps) as advance:
         trainer = StageTrainer(

@@ -124,6 +124,45 @@ class Schedule(_Strict):
     """Where a cosine ends, as a fraction of the peak."""
 
 
+class ZeroState(_Strict):
+    """Every sequence starts from an empty memory."""
+
+    kind: Literal["zero"] = "zero"
+
+
+class RandomNoise(_Strict):
+    """Every state element starts from Gaussian noise (importance from its absolute value)."""
+
+    kind: Literal["random_noise"]
+    sigma: Annotated[float, Field(gt=0)]
+    """Standard deviation, in the units of the states."""
+
+
+class FittedNoise(_Strict):
+    """Gaussian noise with the running mean and variance of the final states of each layer and head."""
+
+    kind: Literal["fitted_noise"]
+    new_weight: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Weight of the newest micro-batch in the running statistics (1 - beta in arXiv 2507.02782 eqs. 5 and 6)."""
+
+
+class StatePassing(_Strict):
+    """Start from the final states that the same row of the previous micro-batch, another text, left."""
+
+    kind: Literal["state_passing"]
+    zero_probability: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """How often a sequence starts from an empty memory instead."""
+
+
+class Tbtt(_Strict):
+    """Start from the same document's previous sequence; data are read in the order of the text."""
+
+    kind: Literal["tbtt"]
+
+
+StateInitialisation = ZeroState | RandomNoise | FittedNoise | StatePassing | Tbtt
+
+
 class NonFinite(_Strict):
     """What happens to a step whose loss or gradient is infinite or not a number: it is skipped and counted."""
 
@@ -160,6 +199,8 @@ class Stage(_Strict):
     clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of the gradient; longer ones are scaled down to it."""
     non_finite: NonFinite = NonFinite()
+    state: Annotated[StateInitialisation, Field(discriminator="kind")] = ZeroState()
+    """What a sequence's recurrent states start from; validation always starts from zero."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
@@ -188,6 +229,14 @@ class Stage(_Strict):
         if tokens and batch and warmup >= tokens // batch:
             raise UserError(f"{warmup} must be fewer than the stage's {tokens // batch} steps")
         return warmup
+
+    @field_validator("state")
+    @classmethod
+    def _check_state(cls, state: StateInitialisation, info: ValidationInfo) -> StateInitialisation:
+        data = info.data.get("data")
+        if isinstance(state, Tbtt) and data is not None and not isinstance(data, TextData):
+            raise UserError(f"tbtt needs data of kind text, whose sequences follow each other, not {data.kind}")
+        return state
 
     @property
     def steps(self) -> int:
@@ -328,7 +377,7 @@ def _describe(error: ErrorDetails) -> str:
     for part in error["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not (path.endswith("data") and part in _DATA_KINDS):  # pydantic's mark of the union's member
+        elif part not in _UNIONS.get(path.rpartition(".")[2], ()):  # pydantic's mark of the union's member
             path += f".{part}" if path else str(part)
         fields = _NESTED.get(part, fields) if isinstance(part, str) else fields
     value = _shorten(error["input"])
@@ -341,7 +390,7 @@ def _describe(error: ErrorDetails) -> str:
         case "missing":
             return f"{path}: required"
         case "union_tag_not_found" | "union_tag_invalid":
-            return f"{path}.kind: must be one of {', '.join(_DATA_KINDS)}"
+            return f"{path}.kind: must be one of {', '.join(_UNIONS[path.rpartition('.')[2]])}"
         case "value_error":
             return f"{path}: {error['ctx']['error']}"
         case "int_type" | "int_from_float" | "int_parsing":
@@ -360,11 +409,23 @@ def _shorten(value: Any) -> str:
 
 
 _DATA_KINDS = {"text": TextData, "instruction": InstructionData}
-_NESTED: dict[str, type[BaseModel]] = _DATA_KINDS | {
-    "stages": Stage,
-    "packing": Packing,
-    "schedule": Schedule,
-    "non_finite": NonFinite,
-    "model": ExpectedModel,
-    "evaluation": Evaluation,
+_STATE_KINDS = {
+    "zero": ZeroState,
+    "random_noise": RandomNoise,
+    "fitted_noise": FittedNoise,
+    "state_passing": StatePassing,
+    "tbtt": Tbtt,
 }
+_UNIONS = {"data": _DATA_KINDS, "state": _STATE_KINDS}
+_NESTED: dict[str, type[BaseModel]] = (
+    _DATA_KINDS
+    | _STATE_KINDS
+    | {
+        "stages": Stage,
+        "packing": Packing,
+        "schedule": Schedule,
+        "non_finite": NonFinite,
+        "model": ExpectedModel,
+        "evaluation": Evaluation,
+    }
+)

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages.data import IGNORED, Sequences, TrainingOrder, collate
+from palimpsa_surgery.stages.data import IGNORED, Sequences, collate
 from palimpsa_surgery.stages.guard import SKIPPED, NonFiniteGuard, skipped_steps
 from palimpsa_surgery.stages.optimisation import build_optimizer
 from palimpsa_surgery.stages.recipe import Stage
+from palimpsa_surgery.stages.states import make_initial_states
 
 
 class StageTrainer(Trainer):
@@ -27,7 +29,7 @@ class StageTrainer(Trainer):
 
     Args:
         model: float32; it is moved to the GPU if there is one.
-        order: what to train on, one position after the other.
+        order: what to train on, one position after the other: `TrainingOrder`, or `ContinuedOrder` for tbtt.
         folder: where `checkpoint-*` and `log.jsonl` go.
         steps: optimizer steps to run; the learning rate's schedule spans them.
         advance: called with 1 after each step.
@@ -37,7 +39,7 @@ class StageTrainer(Trainer):
         self,
         model: PreTrainedModel,
         stage: Stage,
-        order: TrainingOrder,
+        order: Dataset,
         folder: Path,
         *,
         steps: int,
@@ -79,6 +81,9 @@ class StageTrainer(Trainer):
         log = _Log(folder / "log.jsonl", stage.batch_tokens, advance)
         super().__init__(model, arguments, collate, order, callbacks=[log])
         self.remove_callback(PrinterCallback)
+        self.initial_states = make_initial_states(
+            stage.state, model.config, device=arguments.device, seed=seed, rank=arguments.process_index
+        )
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Return AdamW over the groups of `stages.optimisation`, made on the first call."""
@@ -93,8 +98,18 @@ class StageTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: object = None,
     ) -> torch.Tensor | tuple[torch.Tensor, object]:
-        """Run the forward pass without holding the logits."""
-        return super().compute_loss(model, {**inputs, "return_logits": False}, return_outputs, num_items_in_batch)
+        """Run the forward pass from the stage's initial states, without holding the logits."""
+        inputs, states = dict(inputs), self.initial_states
+        started = states.before(inputs["input_ids"].shape[0], inputs.pop("continues", None))
+        inputs |= {
+            "initial_states": started,
+            "return_final_states": states.wants_final,
+            "return_logits": False,
+        }
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if states.wants_final:
+            states.after(outputs["final_states"])
+        return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: torch.nn.Module, inputs: dict, num_items_in_batch: object = None) -> torch.Tensor:
         """Run one forward and backward pass, and let the guard see the loss."""
@@ -112,6 +127,27 @@ class StageTrainer(Trainer):
         if "loss" in logs and self.guard.skipping:
             logs = logs | {"loss": math.nan, SKIPPED: 1}
         super().log(logs, start_time)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        saved = {"ranks": self.args.world_size, "states": self.initial_states.state_dict()}
+        torch.save(saved, self._states_file(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None or self.initial_states.resumes_alone:
+            return
+        path, ranks = self._states_file(checkpoint), self.args.world_size
+        saved = torch.load(path, map_location=self.args.device, weights_only=True) if path.is_file() else {"ranks": 0}
+        if saved["ranks"] != ranks:
+            raise UserError(
+                f"stage {self.stage.name}: {checkpoint} was not written by {ranks} processes, and state "
+                f"{self.stage.state.kind} belongs to each of them: resume with as many as it was started with"
+            )
+        self.initial_states.load_state_dict(saved["states"])
+
+    def _states_file(self, folder: str) -> Path:
+        return Path(folder, STATES_FILE.format(rank=self.args.process_index))
 
     @property
     def skipped_steps(self) -> int:
@@ -158,7 +194,16 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-CHECKPOINT_FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+STATES_FILE = "states-rank{rank}.pt"
+"""What each rank carries from one micro-batch to the next, and the state of its noise."""
+CHECKPOINT_FILES = (
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    STATES_FILE.format(rank=0),
+    "trainer_state.json",
+)
 """What the Trainer writes into a checkpoint and needs to go on to the bit; the last is written last."""
 
 

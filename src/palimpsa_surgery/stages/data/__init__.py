@@ -1,6 +1,7 @@
 """A stage's data: text in, sequences of tokens on disk, batches out in an order that any step can resume."""
 
+from palimpsa_surgery.stages.data.lanes import ContinuedOrder, training_order
 from palimpsa_surgery.stages.data.order import IGNORED, Sequences, TrainingOrder, collate
 from palimpsa_surgery.stages.data.preparation import prepare
 
-__all__ = ["IGNORED", "Sequences", "TrainingOrder", "collate", "prepare"]
+__all__ = ["IGNORED", "ContinuedOrder", "Sequences", "TrainingOrder", "collate", "prepare", "training_order"]

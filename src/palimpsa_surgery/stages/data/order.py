@@ -51,6 +51,12 @@ class Sequences:
         labels[starts] = IGNORED
         return {"input_ids": ids, "labels": labels, "seq_idx": starts.cumsum(0, dtype=torch.int32)}
 
+    def continues(self, before: int, index: int) -> bool:
+        """Whether the sequence at `index` goes on with the document in which the one at `before` ends."""
+        if index != before + 1:
+            return False
+        return not (self.reset and self.tokens[before, -1] == self.eos_token_id)
+
     def batches(self, indices: np.ndarray, size: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the sequences at `indices` stacked, `size` at a time: `[B, T]` each."""
         for start in range(0, len(indices), size):

@@ -1,0 +1,196 @@
+"""What a training sequence's recurrent states start from (arXiv 2507.02782 section 4, for both kinds of layer).
+
+Training from zero shows a model only the states that a short sequence reaches; these kinds show it others. A slot
+is a row of the micro-batch on its rank: row r goes on from what row r of the rank's previous micro-batch left,
+whether that belonged to the same optimizer step or not. Where documents of a packed row reset (`seq_idx`), the
+initial state belongs to the row's first document, and what is carried on is the state of its last one. States are
+detached: no gradient crosses from one micro-batch to the next. Only `tbtt` carries the convolution's tail; the
+others start it at zero. Validation never uses any of this: it starts from zero.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palimpsa_surgery.hf_models import LayerState, PalimpsaMamba2Config
+from palimpsa_surgery.stages.recipe import FittedNoise, RandomNoise, StateInitialisation, StatePassing, Tbtt, ZeroState
+
+
+class InitialStates:
+    """`kind: zero`, and what the other kinds have in common.
+
+    Args:
+        settings: the stage's `state`.
+        config: of the model, for the shapes of its states.
+        device: where the states are made.
+        seed, rank: together they start the random numbers, which no other part of the run uses.
+    """
+
+    wants_final = False
+    """Whether `after` must be given the final states."""
+    resumes_alone = True
+    """Whether a resumed run needs nothing of `state_dict`."""
+
+    def __init__(
+        self, settings: Any, config: PalimpsaMamba2Config, *, device: torch.device, seed: int, rank: int
+    ) -> None:
+        self.settings, self.device = settings, device
+        matrix = (config.head_dim, config.state_size)
+        self.shapes = [
+            (config.num_heads, *((2,) if layer in config.palimpsa_layers else ()), *matrix)
+            for layer in range(config.num_hidden_layers)
+        ]
+        self.rng = torch.Generator(device)
+        self.rng.manual_seed(int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0] >> 1))
+
+    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState] | None:
+        """Return the next micro-batch's initial states, one `LayerState` a layer; None for zeros.
+
+        Args:
+            rows: sequences in the micro-batch.
+            continues: `[rows]` bool, for `tbtt`: does the row go on with its document?
+        """
+        return None
+
+    def after(self, final_states: Sequence[LayerState]) -> None:
+        """Take over what the micro-batch's last tokens left."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on with the same bits."""
+        return {"rng": self.rng.get_state()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.rng.set_state(saved["rng"].cpu())
+
+    def _noise(self, rows: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn((rows, *shape), generator=self.rng, device=self.device)
+
+
+class _RandomNoise(InitialStates):
+    """Every element from N(0, sigma²); importance, which is never negative, from its absolute value."""
+
+    resumes_alone = False
+
+    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState]:
+        return [_as_state(self._noise(rows, shape) * self.settings.sigma) for shape in self.shapes]
+
+
+class _FittedNoise(InitialStates):
+    """Gaussian noise with the mean and variance of final states, for each layer and head (eqs. 5 and 6).
+
+    M and Ibar of a Palimpsa layer have statistics of their own. Both start at zero, so the first micro-batch
+    starts from zero states; ranks share one set of statistics.
+    """
+
+    wants_final = True
+    resumes_alone = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # In float64, since a variance is a difference.
+        self.mean = [torch.zeros(shape[:-2], dtype=torch.float64, device=self.device) for shape in self.shapes]
+        self.variance = [torch.zeros_like(mean) for mean in self.mean]
+
+    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState]:
+        return [
+            _as_state(mean.float()[..., None, None] + variance.sqrt().float()[..., None, None] * self._noise(rows, s))
+            for mean, variance, s in zip(self.mean, self.variance, self.shapes, strict=True)
+        ]
+
+    def after(self, final_states: Sequence[LayerState]) -> None:
+        over = (0, -2, -1)  # rows, head_dim, state_size
+        states = [state.recurrent_state.detach().double() for state in final_states]
+        moments = torch.stack(
+            [torch.cat([power.mean(over).flatten() for power in powers]) for powers in _first_two_powers(states)]
+        )
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(moments)
+            moments /= torch.distributed.get_world_size()
+        sizes = [mean.numel() for mean in self.mean]
+        new, weight = moments.split(sizes, dim=1), self.settings.new_weight
+        for mean, variance, (first, second) in zip(self.mean, self.variance, new, strict=True):
+            mean.lerp_(first.view_as(mean), weight)
+            variance.lerp_((second - first.square()).clamp(min=0).view_as(mean), weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"mean": self.mean, "variance": self.variance}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self.mean, self.variance = saved["mean"], saved["variance"]
+
+
+class _StatePassing(InitialStates):
+    """The final states of the rank's previous micro-batch, each row zeroed with probability `zero_probability`."""
+
+    wants_final = True
+    resumes_alone = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.carried: list[LayerState] | None = None
+
+    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState] | None:
+        if self.carried is None:
+            return None
+        kept = torch.rand(rows, generator=self.rng, device=self.device) >= self.settings.zero_probability
+        return [LayerState(None, _keep(state.recurrent_state, kept)) for state in self.carried]
+
+    def after(self, final_states: Sequence[LayerState]) -> None:
+        self.carried = [LayerState(None, state.recurrent_state.detach()) for state in final_states]
+
+    def state_dict(self) -> dict[str, Any]:
+        carried = None if self.carried is None else [tuple(state) for state in self.carried]
+        return super().state_dict() | {"carried": carried}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self.carried = None if saved["carried"] is None else [LayerState(*state) for state in saved["carried"]]
+
+
+class _Tbtt(_StatePassing):
+    """Both final states of the same document's previous chunk; zero where a row begins with a new document."""
+
+    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState] | None:
+        if self.carried is None:
+            return None
+        return [LayerState(*(_keep(value, continues) for value in state)) for state in self.carried]
+
+    def after(self, final_states: Sequence[LayerState]) -> None:
+        self.carried = [LayerState(*(value.detach() for value in state)) for state in final_states]
+
+
+_KINDS = {
+    ZeroState: InitialStates,
+    RandomNoise: _RandomNoise,
+    FittedNoise: _FittedNoise,
+    StatePassing: _StatePassing,
+    Tbtt: _Tbtt,
+}
+
+
+def make_initial_states(
+    settings: StateInitialisation, config: PalimpsaMamba2Config, *, device: torch.device, seed: int, rank: int
+) -> InitialStates:
+    """Return the source of initial states that a stage's `state` asks for; arguments as for `InitialStates`."""
+    return _KINDS[type(settings)](settings, config, device=device, seed=seed, rank=rank)
+
+
+def _as_state(noise: Tensor) -> LayerState:
+    """Noise `[rows, heads, head_dim, state_size]`, or `[rows, heads, 2, …]` whose importance must not be negative."""
+    if noise.ndim == 5:
+        noise[:, :, 1].abs_()
+    return LayerState(None, noise)
+
+
+def _keep(state: Tensor, rows: Tensor) -> Tensor:
+    """Zero all but the given rows, whatever they hold."""
+    return state.masked_fill(~rows.to(state.device).view(-1, *(1,) * (state.ndim - 1)), 0)
+
+
+def _first_two_powers(states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return states, [state.square() for state in states]
