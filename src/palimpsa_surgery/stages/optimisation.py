@@ -29,8 +29,10 @@ WEIGHTS = Treatment("weights", "learning_rate", True)
 UNDECAYED = Treatment("norms, biases, A_log, D", "learning_rate", False)
 IMPORTANCE = Treatment("importance projections", "importance_learning_rate", True)
 IMPORTANCE_SCALE = Treatment("importance scale b_scale", "importance_learning_rate", False)
+ADAPTERS = Treatment("LoRA adapters", "learning_rate", False)
 FROZEN = Treatment("frozen Ip_log", None, False)
-TREATMENTS = (WEIGHTS, UNDECAYED, IMPORTANCE, IMPORTANCE_SCALE, FROZEN)
+BESIDE_ADAPTERS = Treatment("frozen beside LoRA", None, False)
+TREATMENTS = (WEIGHTS, UNDECAYED, IMPORTANCE, IMPORTANCE_SCALE, ADAPTERS, FROZEN, BESIDE_ADAPTERS)
 
 _LAYER = "backbone.layers.*."
 _TABLE = {
@@ -52,23 +54,37 @@ _TABLE = {
     f"{_LAYER}mixer.b_proj.weight": IMPORTANCE,
     f"{_LAYER}mixer.b_scale": IMPORTANCE_SCALE,
     f"{_LAYER}mixer.Ip_log": FROZEN,
+    **{
+        f"{_LAYER}mixer.{projection}.{matrix}.default.weight": ADAPTERS
+        for projection in ("in_proj", "out_proj")
+        for matrix in ("lora_A", "lora_B")
+    },
 }
 
 
 def parameters_by_treatment(model: "torch.nn.Module") -> dict[Treatment, "list[torch.nn.Parameter]"]:
     """Sort every parameter of a model (on any device, meta included) by how it is trained.
 
+    Where a model has LoRA adapters, they and the Palimpsa layers are trained, and nothing else.
+
     Raises:
         ValueError: a parameter's name is not in the table; the message lists the names.
     """
     groups: dict[Treatment, list[torch.nn.Parameter]] = {treatment: [] for treatment in TREATMENTS}
+    named = {}
     unknown = []
     for name, parameter in model.named_parameters():
-        treatment = _TABLE.get(re.sub(r"^backbone\.layers\.\d+\.", _LAYER, name))
-        if treatment is None:
-            unknown.append(name)
+        rule = re.sub(r"^backbone\.layers\.\d+\.", _LAYER, name).replace(".base_layer.", ".")
+        if rule in _TABLE:
+            named[name] = parameter, _TABLE[rule]
         else:
-            groups[treatment].append(parameter)
+            unknown.append(name)
+    adapted = any(treatment is ADAPTERS for _, treatment in named.values())
+    replaced = tuple(f"backbone.layers.{layer}." for layer in model.config.palimpsa_layers)
+    for name, (parameter, treatment) in named.items():
+        if adapted and treatment is not ADAPTERS and not name.startswith(replaced):
+            treatment = BESIDE_ADAPTERS
+        groups[treatment].append(parameter)
     if unknown:
         raise ValueError(f"no rule says how to train {', '.join(unknown)}")
     return {treatment: parameters for treatment, parameters in groups.items() if parameters}
@@ -80,9 +96,9 @@ def build_optimizer(model: "torch.nn.Module", stage: Stage) -> "torch.optim.Opti
 
     groups = []
     for treatment, parameters in parameters_by_treatment(model).items():
+        for parameter in parameters:
+            parameter.requires_grad_(treatment.rate is not None)
         if treatment.rate is None:
-            for parameter in parameters:
-                parameter.requires_grad_(False)
             continue
         groups.append(
             {

@@ -182,6 +182,7 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     import torch
 
     from palimpsa_surgery.stages.data import Sequences, training_order
+    from palimpsa_surgery.stages.lora import add_adapters, merge_adapters
     from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, last_checkpoint, quiet_transformers
     from palimpsa_surgery.surgery.checkpoints import load_model, save_checkpoint
 
@@ -195,6 +196,7 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     began = time.perf_counter()
     model = load_model(start)
     use_cache = model.config.use_cache  # the Trainer turns it off
+    adapters = add_adapters(model, stage.lora, seed=plan.recipe.seed) if stage.lora else None
     sequences = Sequences(folder / "data", stage)
     order = training_order(
         sequences,
@@ -220,6 +222,8 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
             entry |= {"status": "running", "before": evaluate(model, sequences, **scoring)}
             _write_run(plan.output, record)
         trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+        if adapters is not None:
+            merge_adapters(adapters)
         after = evaluate(model, sequences, **scoring)
         model.config.use_cache = use_cache
         with fresh_directory(folder / "final", overwrite=True) as work:

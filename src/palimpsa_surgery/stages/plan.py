@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages.optimisation import Treatment, parameters_by_treatment
-from palimpsa_surgery.stages.recipe import ExpectedModel, Recipe, Stage
+from palimpsa_surgery.stages.lora import add_adapters
+from palimpsa_surgery.stages.optimisation import ADAPTERS, Treatment, parameters_by_treatment
+from palimpsa_surgery.stages.recipe import ExpectedModel, Lora, Recipe, Stage
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -117,7 +118,8 @@ def make_plan(
         )
         for number, stage in enumerate(recipe.stages, start=1)
     )
-    return Plan(recipe, source, output, stages, _count_parameters(source), (*source.notes, *notes))
+    notes = (*source.notes, *notes, *(_lora_note(source, stage) for stage in recipe.stages if stage.lora))
+    return Plan(recipe, source, output, stages, _count_parameters(source), notes)
 
 
 def check_model(expected: ExpectedModel, source: "Source") -> tuple[str, ...]:
@@ -166,13 +168,25 @@ def read_surgery(folder: Path) -> dict:
         raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
-def _count_parameters(source: "Source") -> dict[Treatment, tuple[int, int]]:
+def _lora_note(source: "Source", stage: Stage) -> str:
+    count = _count_parameters(source, stage.lora)
+    trained = sum(parameters for treatment, (_, parameters) in count.items() if treatment.rate)
+    adapters = count[ADAPTERS][1]
+    return (
+        f"Stage {stage.name} trains {trained:,} parameters: {adapters:,} in LoRA adapters of rank {stage.lora.rank} on "
+        "the kept layers, and the Palimpsa layers; all others are frozen."
+    )
+
+
+def _count_parameters(source: "Source", lora: Lora | None = None) -> dict[Treatment, tuple[int, int]]:
     import torch
 
     from palimpsa_surgery.hf_models import PalimpsaMamba2ForCausalLM
 
     with torch.device("meta"):
         model = PalimpsaMamba2ForCausalLM(source.config)
+        if lora is not None:
+            add_adapters(model, lora)
     return {
         treatment: (len(parameters), sum(parameter.numel() for parameter in parameters))
         for treatment, parameters in parameters_by_treatment(model).items()

@@ -163,6 +163,22 @@ class Tbtt(_Strict):
 StateInitialisation = ZeroState | RandomNoise | FittedNoise | StatePassing | Tbtt
 
 
+class Lora(_Strict):
+    """Train low-rank changes of the kept Mamba2 layers' projections instead of their weights (needs peft).
+
+    Palimpsa layers are trained in full; embeddings, head, norms and all else of the kept layers stay as they are.
+    The stage's final checkpoint holds plain, merged weights.
+    """
+
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)]
+    """The change is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of an adapter's inputs that are dropped in training."""
+    target: Annotated[tuple[Literal["in_proj", "out_proj"], ...], Field(min_length=1)] = ("in_proj", "out_proj")
+    """The projections that are adapted."""
+
+
 class NonFinite(_Strict):
     """What happens to a step whose loss or gradient is infinite or not a number: it is skipped and counted."""
 
@@ -201,6 +217,8 @@ class Stage(_Strict):
     non_finite: NonFinite = NonFinite()
     state: Annotated[StateInitialisation, Field(discriminator="kind")] = ZeroState()
     """What a sequence's recurrent states start from; validation always starts from zero."""
+    lora: Lora | None = None
+    """null: all weights are trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
@@ -379,7 +397,8 @@ def _describe(error: ErrorDetails) -> str:
             path += f"[{part}]"
         elif part not in _UNIONS.get(path.rpartition(".")[2], ()):  # pydantic's mark of the union's member
             path += f".{part}" if path else str(part)
-        fields = _NESTED.get(part, fields) if isinstance(part, str) else fields
+    for parent in error["loc"][:-1]:  # the last part may be a key that its parent does not know
+        fields = _NESTED.get(parent, fields) if isinstance(parent, str) else fields
     value = _shorten(error["input"])
     match error["type"]:
         case "extra_forbidden":
@@ -425,6 +444,7 @@ _NESTED: dict[str, type[BaseModel]] = (
         "packing": Packing,
         "schedule": Schedule,
         "non_finite": NonFinite,
+        "lora": Lora,
         "model": ExpectedModel,
         "evaluation": Evaluation,
     }
