@@ -156,9 +156,9 @@ class StateStatistics:
             importance = state[:, 1].flatten(1)
             self._add_mean_and_std(at, "mean", "std", importance)
             prior = torch.exp(self.model.backbone.layers[layer].mixer.Ip_log.double())
-            low, high = importance.aminmax(dim=1)
-            self.sums["metaplasticity_ratio"][at] += ((high - low) / (prior + low)).cpu()
-            self.importance_ratio[at] = torch.maximum(self.importance_ratio[at], (high / prior).cpu())
+            largest, metaplasticity = importance_ratios(importance, prior)
+            self.sums["metaplasticity_ratio"][at] += metaplasticity.cpu()
+            self.importance_ratio[at] = torch.maximum(self.importance_ratio[at], largest.cpu())
 
     def _add_mean_and_std(self, at: tuple[int, int], mean_name: str, std_name: str, values: Tensor) -> None:
         variance, mean = torch.var_mean(values.flatten(1), dim=1, correction=0)
@@ -193,6 +193,20 @@ class StateStatistics:
             )
             for layer in range(self.layers)
         )
+
+
+def importance_ratios(importance: Tensor, I_prior: Tensor) -> tuple[Tensor, Tensor]:
+    """How much evidence the elements of each head's state hold, and how unequally.
+
+    Args:
+        importance: Ibar of the P × N elements, [..., H, P N].
+        I_prior: [H].
+
+    Returns:
+        The largest Ibar / I_prior, and (I_max - I_min) / I_min with I = I_prior + Ibar (paper 3.2), both [..., H].
+    """
+    low, high = importance.aminmax(dim=-1)
+    return high / I_prior, (high - low) / (I_prior + low)
 
 
 def rounded(values: Tensor) -> float | tuple:
