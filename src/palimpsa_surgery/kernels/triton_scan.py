@@ -18,13 +18,15 @@ The backward pass saves nothing but the inputs. It runs 1 and 2 again, with shor
 
         M  = Bᵀ (dt x ∘ D)   + M_start decay      I  = I_prior + (B²)ᵀ (beta ∘ D) + Ibar_start decay
         Z  = C dy / I                             Z_I = -Z M / I               (direct adjoints of M and Ibar)
-        W  = Z Dᵀ + decay E_M                     W_I = Z_I Dᵀ + decay E_I     (total adjoints of M[s], Ibar[s])
-        d(dt x)[s] = Σ_n B W    dbeta[s] = Σ_n B² W_I    dC += dy M / I    dB += (dt x) W + 2 B beta W_I
+        Q  = Bᵀ Z                                 Q_I = (B²)ᵀ Z_I                  (as [s, t])
+        W  = Z Dᵀ + decay E_M                     W_I = Z_I Dᵀ + decay E_I         (total adjoints of M[s], Ibar[s])
+        d(dt x)[s] = Σ_t D Q + decay Σ_n B E_M    dbeta[s] = Σ_t D Q_I + decay Σ_n B² E_I
+        dC += dy M / I                            dB += (dt x) W + 2 B beta W_I
 
-   E_M and E_I, the adjoints that arrive from after the sub-chunk, become alpha W at its first token.
-   With q[t] = Σ_pn (W M + W_I Ibar)[t] - (dt x) d(dt x) - beta dbeta = d log alpha[t]:
-   q[first] = Σ_pn (E M_start) and q[t + 1] = q[t] - (Z M + Z_I Ibar)[t] + (dt x) d(dt x) + beta dbeta, so that
-   nothing cancels over more than L tokens.
+   E_M and E_I, the adjoints that arrive from after the sub-chunk, become alpha W at its first token. The gradient of
+   log alpha[r] is a sum over what r lets through, each part formed inside the sub-chunk so that none cancels another:
+   from s < r to t ≥ r, D (dt x Q + beta Q_I); from the start to t ≥ r, decay (Z M_start + Z_I Ibar_start); from s < r to
+   the end, decay (dt x B E_M + beta B² E_I); and from the start to the end, decay (E_M M_start + E_I Ibar_start).
 
 A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by.
 Sums over heads, key blocks and time go through float32 partial results and a fixed order: results are deterministic.
@@ -363,10 +365,6 @@ def _segment_gradients(
     p_start = starts + (i_bh * NSEG + i_seg) * 2 * P * N  # state at the sub-chunk's start
     p_E = adjoints + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N + o_n
     b_dprior = 0.0
-    phi_end = 0.0  # Σ_pn (E_M M + E_I Ibar) after the segment, of these keys
-    for p in range(2 * P):
-        b_E = tl.load(p_E + p * N, mask=m_n, other=0.0)
-        phi_end += tl.sum(b_E * tl.load(p_seg + (2 * P + p) * N + o_n, mask=m_n, other=0.0), 0)
     n_sub = tl.cdiv(tl.minimum(S, T - t0), L)
     for i in range(n_sub):
         j = n_sub - 1 - i
@@ -425,6 +423,7 @@ def _segment_gradients(
         b_last = o_l == tl.minimum(T - ts, L) - 1
         b_out = tl.sum(tl.where(b_last[None, :], b_D, 0.0), 1)  # from s to the sub-chunk's end
         b_first = tl.sum(tl.where(o_l == 0, b_in, 0.0), 0)
+        b_through = tl.sum(tl.where(b_last, b_in, 0.0), 0)  # from the sub-chunk's start to its end
         b_DT = tl.trans(b_D).to(DOT)  # [t, s]
         m_nt = m_n[:, None] & m_t[None, :]
         b_B = tl.load(p_B + t[None, :] * B_t + o_n[:, None], mask=m_nt, other=0.0)  # [BN, L]
@@ -432,12 +431,36 @@ def _segment_gradients(
         b_Bf = b_B.to(tl.float32)
         b_B2 = (b_Bf * b_Bf).to(DOT)
         b_B = b_B.to(DOT)
+
+        # The part of d(dt x) and dbeta that arrives from after the sub-chunk; the rows' loop adds the rest
+        b_late = tl.zeros([L], tl.float32)
+        for p0 in range(0, P, BP):
+            o_p = p0 + tl.arange(0, BP)
+            m_p = o_p < P
+            o_e = o_p[:, None] * N
+            m_e = m_p[:, None] & m_n[None, :]
+            b_E = tl.load(p_E[None, :] + o_e, mask=m_e, other=0.0)  # [BP, BN]
+            b_EI = tl.load(p_E[None, :] + P * N + o_e, mask=m_e, other=0.0)
+            b_dv = tl.dot(b_E.to(DOT), b_B, input_precision=PRECISION) * b_out[None, :]  # [BP, L]
+            b_du = tl.dot(b_EI.to(DOT), b_B2, input_precision=PRECISION) * b_out[None, :]
+            o_row = o_p[:, None] * T + t[None, :]
+            m_row = m_p[:, None] & m_t[None, :]
+            b_x = tl.load(xT + i_bh * P * T + o_row, mask=m_row, other=0.0).to(tl.float32)
+            b_u = tl.load(betaT + i_bh * P * T + o_row, mask=m_row, other=0.0).to(tl.float32)
+            b_late += tl.sum(b_x * b_dt[None, :] * b_dv + b_u * b_du, 0)
+            tl.store(dvT + i_part * P * T + o_row, b_dv, mask=m_row)
+            tl.store(dbetaT + i_part * P * T + o_row, b_du, mask=m_row)
+        tl.debug_barrier()
+
+        b_BT = tl.trans(b_B)
+        b_B2T = tl.trans(b_B2)
         b_dC = tl.zeros([BN, L], tl.float32)
         b_dB = tl.zeros([BN, L], tl.float32)
         b_dB2 = tl.zeros([BN, L], tl.float32)
         b_z = tl.zeros([L], tl.float32)
-        b_u_sum = tl.zeros([L], tl.float32)
-        b_phi = tl.zeros([BN], tl.float32)
+        b_spans = tl.zeros([L, L], tl.float32)  # [s, t]
+        b_start = tl.zeros([L], tl.float32)
+        b_whole = tl.zeros([BN], tl.float32)
         for p in range(P):
             o_row = (i_bh * P + p) * T + t
             b_v = tl.load(xT + o_row, mask=m_t, other=0.0).to(tl.float32) * b_dt
@@ -465,45 +488,37 @@ def _segment_gradients(
                 b_g = b_dvar[None, :] * b_Z0
                 b_dC += 2.0 * b_g
                 b_ZI -= b_g * b_Z0
-                b_u_sum += tl.sum(b_g * b_C, 0)
             b_z += tl.sum(b_ZI, 0)
             b_E = tl.load(p_E + p * N, mask=m_n, other=0.0)
             b_EI = tl.load(p_E + (P + p) * N, mask=m_n, other=0.0)
-            b_W = tl.dot(b_Z.to(DOT), b_DT, acc=b_E[:, None] * b_out[None, :], input_precision=PRECISION)
-            b_WI = tl.dot(b_ZI.to(DOT), b_DT, acc=b_EI[:, None] * b_out[None, :], input_precision=PRECISION)
-            b_dv = tl.sum(b_W * b_Bf, 0)
-            b_du = tl.sum(b_WI * (b_Bf * b_Bf), 0)
-            b_dB += b_W * b_v[None, :]
-            b_dB2 += b_WI * b_u[None, :]
+            b_start += tl.sum(b_Z * b_M0[:, None] + b_ZI * b_I0[:, None], 0)
+            b_whole += b_E * b_M0 + b_EI * b_I0
+            b_Z = b_Z.to(DOT)
+            b_ZI = b_ZI.to(DOT)
+            b_Q = tl.dot(b_BT, b_Z, input_precision=PRECISION) * b_D  # [s, t]
+            b_QI = tl.dot(b_B2T, b_ZI, input_precision=PRECISION) * b_D
+            b_spans += b_Q * b_v[:, None] + b_QI * b_u[:, None]
             o_part = (i_part * P + p) * T + t
+            b_dv = tl.load(dvT + o_part, mask=m_t, other=0.0) + tl.sum(b_Q, 1)
+            b_du = tl.load(dbetaT + o_part, mask=m_t, other=0.0) + tl.sum(b_QI, 1)
             tl.store(dvT + o_part, b_dv, mask=m_t)
             tl.store(dbetaT + o_part, b_du, mask=m_t)
-            # v and beta as the products rounded them, so that each token's own term cancels in q
-            b_u_sum += b_v.to(DOT).to(tl.float32) * b_dv + b_u.to(DOT).to(tl.float32) * b_du
+            b_W = tl.dot(b_Z, b_DT, acc=b_E[:, None] * b_out[None, :], input_precision=PRECISION)
+            b_WI = tl.dot(b_ZI, b_DT, acc=b_EI[:, None] * b_out[None, :], input_precision=PRECISION)
+            b_dB += b_W * b_v[None, :]
+            b_dB2 += b_WI * b_u[None, :]
             b_E = tl.sum(tl.where(o_l[None, :] == 0, b_W, 0.0), 1) * b_first
             b_EI = tl.sum(tl.where(o_l[None, :] == 0, b_WI, 0.0), 1) * b_first
-            b_phi += b_E * b_M0 + b_EI * b_I0
             tl.store(p_E + p * N, b_E, mask=m_n)
             tl.store(p_E + (P + p) * N, b_EI, mask=m_n)
         o_out = (i_bh * T + t[None, :]) * N + o_n[:, None]
         tl.store(dC + o_out, b_dC, mask=m_nt)
         tl.store(dB + o_out, b_dB + 2.0 * b_Bf * b_dB2, mask=m_nt)
-        # q[t] = q[first] minus the sum of b_d over the earlier tokens since the last reset, where q is zero. A reset is
-        # a document's start or a token that keeps nothing (q there would be rounding error).
-        b_d = -b_prior * b_z - b_u_sum
-        b_reset = (b_log < -20.0).to(tl.int32)
-        if HAS_DOC:
-            b_previous = tl.load(p_doc + tl.maximum(t - 1, 0), mask=m_t, other=-1)
-            b_reset = tl.where(b_doc == b_previous, b_reset, 1)
-        b_resets = tl.sum(tl.where(o_l[:, None] <= o_l[None, :], b_reset[:, None], 0), 0)
-        b_resets_s = tl.sum(tl.where(o_l[None, :] <= o_l[:, None], b_reset[None, :], 0), 1)
-        m_sum = (o_l[:, None] < o_l[None, :]) & (b_resets_s[:, None] == b_resets[None, :])
-        b_phi_sum = tl.sum(b_phi, 0)
-        b_q = tl.where(b_resets == 0, b_phi_sum, 0.0) - tl.sum(tl.where(m_sum, b_d[:, None], 0.0), 0)
-        # without a reset q must arrive at the next sub-chunk's q[first]: spread what rounding leaves over the tokens
-        b_miss = tl.where(tl.sum(b_resets, 0) == 0, b_phi_sum - tl.sum(b_d, 0) - phi_end, 0.0)
-        b_q = tl.where(b_reset == 0, b_q - b_miss * (o_l.to(tl.float32) / L), 0.0)
-        phi_end = b_phi_sum
+        # What each token lets through: from s before it to t from it on
+        b_q = tl.sum(tl.where(o_l[:, None] < o_l[None, :], tl.cumsum(b_spans, 1, reverse=True), 0.0), 0)
+        b_q += tl.cumsum(b_start * b_in, 0, reverse=True)
+        b_q += tl.sum(tl.where(o_l[:, None] < o_l[None, :], b_late[:, None], 0.0), 0)
+        b_q += b_through * tl.sum(b_whole, 0)
         tl.store(dlog + i_part * T + t, b_q, mask=m_t)
         b_dprior += tl.sum(b_z, 0)
         tl.debug_barrier()
