@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from helpers import assert_close, relative_error
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
@@ -60,7 +61,7 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
     b, t, h, p, n, g = case.batch, case.time, case.heads, case.head_dim, case.state_size, case.groups
     conv = normal(b, t, h * p + 2 * g * n)
     if case.extreme == "large B":
-        conv[..., h * p : h * p + g * n] *= 30
+        conv[..., h * p : h * p + g * n] *= 300
     conv = conv.to(case.dtype)
     x = conv[..., : h * p].view(b, t, h, p)
     B = conv[..., h * p : h * p + g * n].view(b, t, g, n)
@@ -71,6 +72,8 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
     if case.extreme == "decay":  # a fifth of the tokens keep nothing (alpha underflows), a fifth all (dt = 0)
         kind = uniform(b, t, h)
         dt = torch.where(kind < 0.2, dt * 3e3, torch.where(kind > 0.8, 0, dt))
+    if case.extreme == "no step":
+        dt = torch.zeros_like(dt)
     if case.extreme == "importance":  # Ibar up to about 1e4 times the prior
         beta, A = beta * 100, A * 1e-2
     initial = None
@@ -102,6 +105,27 @@ def differentiate(scan, data: Data, variance: bool, dtype: torch.dtype | None = 
     return {k: v.detach() for k, v in outputs.items()} | {
         f"d{name}": v for name, v in zip(inputs, gradients, strict=True)
     }
+
+
+def scan_in_pieces(x, dt, A, B, C, beta, I_prior, initial_state=None, seq_idx=None, piece: int = 64):
+    """The reference loop, whose backward pass keeps the states of one piece at a time."""
+    state, y, variance = initial_state, [], []
+    if state is None:
+        state = x.new_zeros(x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3])
+    for start in range(0, x.shape[1], piece):
+        x_, dt_, B_, C_, beta_, seq_idx_ = (
+            None if v is None else v[:, start : start + piece] for v in (x, dt, B, C, beta, seq_idx)
+        )
+        if seq_idx is not None and start > 0:
+            same = seq_idx[:, start] == seq_idx[:, start - 1]
+            state = torch.where(same[:, None, None, None, None], state, 0)
+        given = (x_, dt_, A, B_, C_, beta_, I_prior, state, seq_idx_)
+        y_, state, variance_ = checkpoint(
+            palimpsa_scan_reference, *given, use_reentrant=False, preserve_rng_state=False
+        )
+        y.append(y_)
+        variance.append(variance_)
+    return torch.cat(y, 1), state, torch.cat(variance, 1)
 
 
 def check(scan, case: Case, tolerances: dict[str, float], device: str = "cpu") -> dict[str, float]:

@@ -261,10 +261,13 @@ def bad_inputs():
     yield "A", change(2, lambda v: v[:3]), "A must have shape"
     yield "B", change(3, lambda v: v[:, :, :1].expand(-1, -1, 3, -1)), "groups dividing 4 heads"
     yield "C", change(4, lambda v: v[..., :4]), "C must have shape"
+    yield "B", change(3, lambda v: v.float()), "B must be float64, got torch.float32"
     yield "C", change(4, lambda v: v.to("meta")), "C must be on cpu"
     yield "beta", change(5, lambda v: v[..., :1]), "beta must have shape"
     yield "I_prior", change(6, lambda v: v[:, None]), "I_prior must have shape"
+    yield "beta", change(5, lambda v: v.long()), "beta must be bfloat16 or float16 or float32 or float64"
     yield "initial_state", change(7, lambda v: v[:, :, 0]), "initial_state must have shape"
+    yield "initial_state", change(7, lambda v: v.bfloat16()), "initial_state must be float32 or float64"
 
 
 @pytest.mark.parametrize(
@@ -273,6 +276,28 @@ def bad_inputs():
 def test_bad_input_names_the_argument(name, spoil, message):
     with pytest.raises(ValueError, match=message):
         scan_with_everything(spoil([v.detach() for v in random_inputs()]))
+
+
+@pytest.mark.parametrize(
+    ("index", "spoil", "message"),
+    [
+        (0, lambda v: v[:, None], "x must be a floating"),
+        (1, lambda v: v[..., None], r"dt must have shape \(2, 4\), got \(2, 4, 1\)"),
+        (2, lambda v: v.half(), "A must be float32 or float64, got torch.float16"),
+        (3, lambda v: v[:, :1].expand(-1, 3, -1), "groups dividing 4 heads"),
+        (4, lambda v: v.float(), "C must be float64"),
+        (5, lambda v: v.to("meta"), "beta must be on cpu"),
+        (6, lambda v: v[1:], "I_prior must have shape"),
+        (7, lambda v: v[:, :, :1], "state must have shape"),
+        (7, lambda v: v.bfloat16(), "state must be float32 or float64"),
+    ],
+)
+def test_bad_input_of_a_step_names_the_argument(index, spoil, message):
+    inputs = [v.detach() for v in random_inputs(time=1)]
+    token = [v[:, 0] if v.ndim > 2 and i < 6 else v for i, v in enumerate(inputs)]
+    token[index] = spoil(token[index])
+    with pytest.raises(ValueError, match=message):
+        palimpsa_step(*token)
 
 
 @pytest.mark.parametrize(

@@ -408,7 +408,7 @@ class PalimpsaMamba2Model(PalimpsaMamba2PreTrainedModel):
                 raise ValueError("seq_idx and cu_seqlens say the same thing: give one of them")
             if inputs_embeds.shape[0] != 1:
                 raise ValueError(f"cu_seqlens needs a batch of 1, got {inputs_embeds.shape[0]}")
-            seq_idx = seq_idx_from_cu_seqlens(cu_seqlens, inputs_embeds.shape[1]).to(inputs_embeds.device)
+            seq_idx = seq_idx_from_cu_seqlens(cu_seqlens, inputs_embeds.shape[1], inputs_embeds.device)
 
         if seq_idx is not None and seq_idx.shape != inputs_embeds.shape[:2]:
             raise ValueError(f"seq_idx must have shape {tuple(inputs_embeds.shape[:2])}, got {tuple(seq_idx.shape)}")

@@ -12,6 +12,7 @@ Letters as in `reference.py`: b batch, t time, h heads, p head_dim, g groups, n 
 import functools
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,8 @@ def palimpsa_scan(
         I_prior: prior importance `[h]`, > 0, float32.
         initial_state: `[b, h, 2, p, n]`, M and Ibar, which belong to the first document of a row; None for zero.
         seq_idx: document numbers `[b, t]`; the state restarts from zero where the number changes.
-        cu_seqlens: `[documents + 1]`, increasing from 0 to t, the same information for b = 1.
+        cu_seqlens: `[documents + 1]`, increasing from 0 to t, the same information for b = 1. Best kept on the CPU: to
+            check boundaries that are on a GPU takes a wait for it.
         return_final_state: also return the state after the last token.
         return_variance: also return the predictive variance.
 
@@ -78,7 +80,7 @@ def palimpsa_scan(
         ValueError: an argument's shape, type or device does not fit the others.
     """
     _check_scan_arguments(x, dt, A, B, C, beta, I_prior)
-    _check_shape("initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x.device)
+    _check("initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x, EXACT)
     seq_idx = _documents(seq_idx, cu_seqlens, x)
     in_triton = x.is_cuda and triton is not None and x.dtype != torch.float64
     scan = palimpsa_scan_triton if in_triton else palimpsa_scan_chunked
@@ -96,7 +98,11 @@ def palimpsa_step(
 
     Returns:
         y `[b, h, p]` in the type of `x`.
+
+    Raises:
+        ValueError: an argument's shape, type or device does not fit the others.
     """
+    _check_step_arguments(x, dt, A, B, C, beta, I_prior, state)
     if x.is_cuda and triton is not None:
         return palimpsa_step_triton(x, dt, A, B, C, beta, I_prior, state)
     key, query = _to_heads(B, x), _to_heads(C, x)
@@ -132,7 +138,7 @@ def ssd_scan(
         ValueError: an argument's shape, type or device does not fit the others.
     """
     _check_scan_arguments(x, dt, A, B, C)
-    _check_shape("initial_state", initial_state, (x.shape[0], x.shape[2], x.shape[3], B.shape[3]), x.device)
+    _check("initial_state", initial_state, (x.shape[0], x.shape[2], x.shape[3], B.shape[3]), x, FLOATS)
     seq_idx = _documents(seq_idx, None, x)
     kernels = _mamba_ssm_kernels() if x.is_cuda else None
     if kernels is None or x.dtype == torch.float64:
@@ -185,21 +191,25 @@ def paths(device: torch.device) -> dict[str, str]:
     }
 
 
-def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, time: int) -> Tensor:
-    """Document numbers `[1, time]` from boundaries `[documents + 1]` that increase from 0 to `time`.
+def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, time: int, device: torch.device) -> Tensor:
+    """Document numbers `[1, time]` on `device` from boundaries `[documents + 1]` that increase from 0 to `time`.
+
+    Boundaries on a GPU are read, which waits for it, except while compiling; those on the CPU reach the GPU without a
+    wait.
 
     Raises:
-        ValueError: not a vector of integers; or, where they can be read without waiting for a GPU, boundaries
-            that do not increase from 0 to `time`.
+        ValueError: not a vector of integers, or boundaries that do not increase from 0 to `time`.
     """
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
         raise ValueError(f"cu_seqlens must be a vector of at least two integers, got {_describe(cu_seqlens)}")
-    if cu_seqlens.device.type == "cpu":
+    if not torch.compiler.is_compiling():
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != time or any(a > b for a, b in itertools.pairwise(ends)):
             raise ValueError(f"cu_seqlens must increase from 0 to the sequence length {time}, got {ends}")
-    positions = torch.arange(time, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens.contiguous(), positions, right=True)[None]
+    if cu_seqlens.device.type == "cpu" and device.type == "cuda":
+        cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)
+    positions = torch.arange(time, device=device)
+    return torch.searchsorted(cu_seqlens.to(device).contiguous(), positions, right=True)[None]
 
 
 def _documents(seq_idx: Tensor | None, cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None:
@@ -208,11 +218,16 @@ def _documents(seq_idx: Tensor | None, cu_seqlens: Tensor | None, x: Tensor) -> 
             raise ValueError("seq_idx and cu_seqlens say the same thing: give one of them")
         if x.shape[0] != 1:
             raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {tuple(x.shape)}")
-        return seq_idx_from_cu_seqlens(cu_seqlens, x.shape[1]).to(x.device)
-    _check_shape("seq_idx", seq_idx, x.shape[:2], x.device)
+        return seq_idx_from_cu_seqlens(cu_seqlens, x.shape[1], x.device)
     if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.is_complex()):
         raise ValueError(f"seq_idx must hold integers, got {_describe(seq_idx)}")
+    _check("seq_idx", seq_idx, x.shape[:2], x)
     return seq_idx
+
+
+# States, dt, A and the prior lose their meaning in fewer bits.
+EXACT = (torch.float32, torch.float64)
+FLOATS = (torch.bfloat16, torch.float16, *EXACT)
 
 
 def _check_scan_arguments(
@@ -224,29 +239,50 @@ def _check_scan_arguments(
     beta: Tensor | None = None,
     I_prior: Tensor | None = None,
 ) -> None:
-    if x.ndim != 4 or x.shape[1] == 0 or not x.is_floating_point():
+    if x.ndim != 4 or x.shape[1] == 0 or x.dtype not in FLOATS:
         raise ValueError(f"x must be a floating [batch, time ≥ 1, heads, head_dim], got {_describe(x)}")
     batch, time, heads, _ = x.shape
-    if B.ndim != 4 or B.shape[:2] != x.shape[:2] or heads % max(B.shape[2], 1) != 0 or B.shape[2] == 0:
+    if B.ndim != 4 or B.shape[:2] != x.shape[:2] or B.shape[2] == 0 or heads % B.shape[2] != 0:
         raise ValueError(f"B must be [{batch}, {time}, groups dividing {heads} heads, state_size], got {_describe(B)}")
-    _check_shape("B", B, B.shape, x.device)
-    _check_shape("C", C, B.shape, x.device)
-    _check_shape("dt", dt, (batch, time, heads), x.device)
-    _check_shape("A", A, (heads,), x.device)
-    _check_shape("beta", beta, x.shape, x.device)
-    _check_shape("I_prior", I_prior, (heads,), x.device)
-    for name, value in (("dt", dt), ("A", A), ("I_prior", I_prior)):
-        if value is not None and value.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name} must be float32, since decay loses its meaning in less, got {value.dtype}")
+    _check("dt", dt, (batch, time, heads), x, EXACT)
+    _check_shared(x, A, B, C, beta, I_prior)
 
 
-def _check_shape(name: str, value: Tensor | None, shape: Any, device: torch.device) -> None:
+def _check_step_arguments(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, beta: Tensor, I_prior: Tensor, state: Tensor
+) -> None:
+    if x.ndim != 3 or x.dtype not in FLOATS:
+        raise ValueError(f"x must be a floating [batch, heads, head_dim], got {_describe(x)}")
+    batch, heads, head_dim = x.shape
+    if B.ndim != 3 or B.shape[0] != batch or B.shape[1] == 0 or heads % B.shape[1] != 0:
+        raise ValueError(f"B must be [{batch}, groups dividing {heads} heads, state_size], got {_describe(B)}")
+    _check("dt", dt, (batch, heads), x, EXACT)
+    _check("state", state, (batch, heads, 2, head_dim, B.shape[2]), x, EXACT)
+    _check_shared(x, A, B, C, beta, I_prior)
+
+
+def _check_shared(x: Tensor, A: Tensor, B: Tensor, C: Tensor, beta: Tensor | None, I_prior: Tensor | None) -> None:
+    heads = (x.shape[-2],)
+    _check("B", B, B.shape, x, (x.dtype,))
+    _check("C", C, B.shape, x, (x.dtype,))
+    _check("A", A, heads, x, EXACT)
+    _check("beta", beta, x.shape, x, FLOATS)
+    _check("I_prior", I_prior, heads, x, EXACT)
+
+
+def _check(
+    name: str, value: Tensor | None, shape: Sequence[int], x: Tensor, dtypes: tuple[torch.dtype, ...] | None = None
+) -> None:
+    """Shape, device (that of `x`) and type of an argument, from what PyTorch knows without asking the device."""
     if value is None:
         return
-    if tuple(value.shape) != tuple(shape):
+    if value.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
-    if value.device != device:
-        raise ValueError(f"{name} must be on {device} like x, got {value.device}")
+    if value.device != x.device:
+        raise ValueError(f"{name} must be on {x.device} like x, got {value.device}")
+    if dtypes is not None and value.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {allowed}, got {value.dtype}")
 
 
 def _describe(value: Tensor) -> str:

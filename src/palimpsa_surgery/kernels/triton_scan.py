@@ -24,9 +24,9 @@ The backward pass saves nothing but the inputs. It runs 1 and 2 again, with shor
         dC += dy M / I                            dB += (dt x) W + 2 B beta W_I
 
    E_M and E_I, the adjoints that arrive from after the sub-chunk, become alpha W at its first token. The gradient of
-   log alpha[r] is a sum over what r lets through, each part formed inside the sub-chunk so that none cancels another:
-   from s < r to t ≥ r, D (dt x Q + beta Q_I); from the start to t ≥ r, decay (Z M_start + Z_I Ibar_start); from s < r to
-   the end, decay (dt x B E_M + beta B² E_I); and from the start to the end, decay (E_M M_start + E_I Ibar_start).
+   log alpha[r] sums up what token r lets through, formed inside the sub-chunk without any difference of long sums:
+   from s < r to t ≥ r, D (dt x Q + beta Q_I); from the start to t ≥ r, decay (Z M_start + Z_I Ibar_start); from s < r
+   to the end, decay (dt x B E_M + beta B² E_I); from the start to the end, decay (E_M M_start + E_I Ibar_start).
 
 A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by.
 Sums over heads, key blocks and time go through float32 partial results and a fixed order: results are deterministic.

@@ -1,0 +1,119 @@
+"""What the scan's gradients can be when matrix products round their operands: the yardstick of the kernels' accuracy.
+
+Letters as in the kernels: b batch, t and s time within a sub-chunk, h heads, p head_dim, n state_size.
+"""
+
+import torch
+from torch import Tensor
+
+from palimpsa_surgery.kernels.decay import decay_from_start, decay_within, document_numbers
+from scan_cases import Data, Gradients
+
+SUB_CHUNK = 16
+
+
+def emulate(data: Data, variance: bool, dtype: torch.dtype | None) -> Gradients:
+    """The scan and its gradients in float64, but for the operands of matrix products and the results.
+
+    The operands are rounded where tensor cores would take them (decay ∘ (dt x), decay ∘ beta, B², the direct adjoints
+    Z and Z_I, the decay and the adjoints that arrive from later sub-chunks), the results to the arguments' types.
+
+    Args:
+        dtype: type to round to; None rounds nothing, so that the result is the recurrence's own.
+
+    Returns:
+        The entries of `scan_cases.differentiate`, in float64.
+    """
+    a = {name: None if v is None else v.detach().double() for name, v in data.arguments.items()}
+    batch, time, heads, head_dim = a["x"].shape
+    per_group = heads // a["B"].shape[2]
+
+    def r(v: Tensor) -> Tensor:
+        return v if dtype is None else v.to(dtype).double()
+
+    def by_head(v: Tensor) -> Tensor:  # [b, t, h, ...] to [b, h, t, ...]
+        return v.double().transpose(1, 2)
+
+    def to_heads(v: Tensor) -> Tensor:
+        return by_head(v).repeat_interleave(per_group, 1)
+
+    x, B, C, dt, dy = by_head(a["x"]), to_heads(a["B"]), to_heads(a["C"]), by_head(a["dt"]), by_head(data.dy)
+    beta = torch.zeros_like(x) if a["beta"] is None else by_head(a["beta"])
+    dvar = by_head(data.dvariance) * variance
+    value, squares, log_alpha = dt[..., None] * x, B.square(), -a["A"][:, None] * dt
+    prior = a["I_prior"][:, None, None, None]
+    documents = None if data.seq_idx is None else document_numbers(data.seq_idx)[:, None]
+    M = x.new_zeros(batch, heads, head_dim, B.shape[-1]) if a["initial_state"] is None else a["initial_state"][:, :, 0]
+    Ibar = torch.zeros_like(M) if a["initial_state"] is None else a["initial_state"][:, :, 1]
+
+    spans = [slice(i, min(i + SUB_CHUNK, time)) for i in range(0, time, SUB_CHUNK)]
+
+    def decays(now: slice) -> tuple[Tensor, Tensor]:
+        if documents is None:
+            return decay_within(log_alpha[..., now]), decay_from_start(log_alpha[..., now])
+        here, before = documents[..., now], documents[..., max(now.start - 1, 0), None]
+        return decay_within(log_alpha[..., now], here), decay_from_start(log_alpha[..., now], here, before)
+
+    def states(written: Tensor, key: Tensor, D: Tensor, start: Tensor, state: Tensor) -> Tensor:  # [b, h, t, p, n]
+        fed = r(D[..., None, :] * written.transpose(-1, -2)[:, :, None]) @ r(key)[:, :, None]
+        return fed + start[..., None, None] * state[:, :, None]
+
+    y, var, starts = torch.empty_like(x), torch.empty_like(x), []
+    for now in spans:
+        starts.append((M, Ibar))
+        D, start = decays(now)
+        all_M = states(value[:, :, now], B[:, :, now], D, start, M)
+        all_I = states(beta[:, :, now], squares[:, :, now], D, start, Ibar)
+        y[:, :, now] = torch.einsum("bhtpn,bhtn->bhtp", all_M / (prior + all_I), C[:, :, now])
+        var[:, :, now] = torch.einsum("bhtpn,bhtn->bhtp", 1 / (prior + all_I), C[:, :, now].square())
+        M, Ibar = all_M[:, :, -1], all_I[:, :, -1]
+    final_state = torch.stack((M, Ibar), 2)
+
+    dvalue, dbeta, dB, dC = (torch.empty_like(v) for v in (value, beta, B, C))
+    dlog, dprior = torch.zeros_like(dt), torch.zeros_like(a["I_prior"])
+    E = list(data.dfinal.double().unbind(2))
+    for now, state in zip(reversed(spans), reversed(starts), strict=True):
+        D, start = decays(now)
+        end = D[..., -1, :]
+        all_M = states(value[:, :, now], B[:, :, now], D, start, state[0])
+        inverse = 1 / (prior + states(beta[:, :, now], squares[:, :, now], D, start, state[1]))
+        mean, query = all_M * inverse, C[:, :, now]
+        Z = dy[:, :, now, :, None] * query[..., None, :] * inverse
+        Z_I = -Z * mean - dvar[:, :, now, :, None] * (query[..., None, :] * inverse).square()
+        dC[:, :, now] = torch.einsum("bhtp,bhtpn->bhtn", dy[:, :, now], mean)
+        dC[:, :, now] += 2 * query * torch.einsum("bhtp,bhtpn->bhtn", dvar[:, :, now], inverse)
+        dprior += Z_I.sum((0, 2, 3, 4))
+        # Sums over the spans of one state; then [b, h, s, t] spans, [b, h, t] from the start, [b, h, s] to the end.
+        dwritten, dkey = [], []
+        for i, (direct, written, key) in enumerate(((Z, value, B), (Z_I, beta, squares))):
+            written, key, rounded = written[:, :, now], key[:, :, now], r(direct)
+            Q = torch.einsum("bhsn,bhtpn->bhpst", r(key), rounded) * D.transpose(-1, -2)[:, :, None]
+            late = end[..., None] * (r(key) @ r(E[i]).transpose(-1, -2))  # [b, h, s, p]
+            within = torch.einsum("bhpst,bhsp->bhst", Q, written)
+            begun = start * torch.einsum("bhtpn,bhpn->bht", direct, state[i])
+            whole = start[..., -1] * (E[i] * state[i]).sum((-1, -2))
+            dlog[..., now] += within.flip(-1).cumsum(-1).flip(-1).triu(1).sum(-2)
+            dlog[..., now] += begun.flip(-1).cumsum(-1).flip(-1) + whole[..., None]
+            lost = (late * written).sum(-1)
+            dlog[..., now] += lost.cumsum(-1) - lost
+            total = torch.einsum("bhtpn,bhts->bhspn", rounded, r(D)) + end[..., None, None] * E[i][:, :, None]
+            dwritten.append(Q.sum(-1).transpose(-1, -2) + late)
+            dkey.append(torch.einsum("bhsp,bhspn->bhsn", written, total))
+            E[i] = start[..., 0, None, None] * total[:, :, 0]
+        dvalue[:, :, now], dbeta[:, :, now] = dwritten
+        dB[:, :, now] = dkey[0] + 2 * B[:, :, now] * dkey[1]
+
+    def by_time(v: Tensor) -> Tensor:
+        return v.transpose(1, 2)
+
+    def sum_heads(v: Tensor) -> Tensor:
+        return by_time(v.unflatten(1, (-1, per_group)).sum(2))
+
+    found = {"y": r(by_time(y)), "final_state": final_state} | ({"variance": by_time(var)} if variance else {})
+    found["dx"] = r(by_time(dt[..., None] * dvalue))
+    found["ddt"] = by_time((x * dvalue).sum(-1) - a["A"][:, None] * dlog)
+    found["dA"] = -(dt * dlog).sum((0, 2))
+    found |= {"dB": r(sum_heads(dB)), "dC": r(sum_heads(dC))}
+    found |= {"dbeta": r(by_time(dbeta))} if a["beta"] is not None else {}
+    found["dI_prior"] = dprior
+    return found | ({"dinitial_state": torch.stack(E, 2)} if a["initial_state"] is not None else {})
