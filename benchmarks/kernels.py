@@ -3,45 +3,53 @@
     python benchmarks/kernels.py                    # table, and kernels.json beside the working directory
     python benchmarks/kernels.py --lengths 2048 32768 --heads 80
 
-Compared where installed: `mamba_ssm`'s SSD (chunk 256) and `fla`'s Simple GLA (forward only where its backward
-refuses the Triton version; B and C expanded to heads, as it wants them), whose autotuning takes minutes at first.
-Nothing is timed unless output and gradients
-equal the float64 reference first. Ratios are to SSD, and mean more than milliseconds.
+Compared where installed: `mamba_ssm`'s SSD (chunk 256) and `fla`'s Simple GLA (B and C expanded to heads, as it wants
+them; its backward pass refuses some Triton versions, which is printed). Their kernels are tuned once, at the shortest
+length, before anything is timed; all configurations are compiled in parallel. Nothing is timed unless output and
+gradients equal the float64 reference first. Ratios are to SSD, and mean more than milliseconds.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import triton
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.autotuner import Autotuner
 
+from palimpsa_surgery.kernels import palimpsa_step, ssd_step
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
+from palimpsa_surgery.kernels.scan import paths
 from palimpsa_surgery.kernels.triton_scan import palimpsa_scan_triton
 
 NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior")
 TOLERANCE = 5e-3
 
 
-def make(batch: int, time: int, heads: int, head_dim: int, state_size: int, groups: int) -> dict[str, torch.Tensor]:
+def make(batch: int, tokens: int, heads: int, head_dim: int, state_size: int, groups: int) -> dict[str, torch.Tensor]:
     """Arguments of a scan in bfloat16, with windows of 3 to 1,000 tokens."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    dt = F.softplus(normal(batch, time, heads) - 3)
+    dt = F.softplus(normal(batch, tokens, heads) - 3)
     return {
-        "x": normal(batch, time, heads, head_dim).bfloat16(),
+        "x": normal(batch, tokens, heads, head_dim).bfloat16(),
         "dt": dt,
         "A": torch.exp(normal(heads)),
-        "B": normal(batch, time, groups, state_size).bfloat16(),
-        "C": normal(batch, time, groups, state_size).bfloat16(),
-        "beta": (torch.sigmoid(normal(batch, time, heads, head_dim)) * 0.5 * dt[..., None]).bfloat16(),
+        "B": normal(batch, tokens, groups, state_size).bfloat16(),
+        "C": normal(batch, tokens, groups, state_size).bfloat16(),
+        "beta": (torch.sigmoid(normal(batch, tokens, heads, head_dim)) * 0.5 * dt[..., None]).bfloat16(),
         "I_prior": torch.ones(heads, device="cuda"),
     }
 
@@ -49,8 +57,8 @@ def make(batch: int, time: int, heads: int, head_dim: int, state_size: int, grou
 def verify() -> dict[str, float]:
     """Relative errors of output and gradients against float64, with several lengths; the worst of each."""
     worst: dict[str, float] = {}
-    for time in (1, 65, 1025):
-        arguments = make(2, time, 8, 64, 128, 1)
+    for tokens in (1, 65, 1025):
+        arguments = make(2, tokens, 8, 64, 128, 1)
         results = []
         for scan, dtype in ((palimpsa_scan_triton, None), (palimpsa_scan_reference, torch.float64)):
             leaves = [v.to(dtype or v.dtype).requires_grad_() for v in arguments.values()]
@@ -58,11 +66,29 @@ def verify() -> dict[str, float]:
             dy = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
             results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
         for name, ours, exact in zip(("y", *NAMES), *results, strict=True):
-            if name == "A":  # a sum that cancels with random gradients; `dt` holds its terms
+            if name == "A" and tokens == 1:  # zero but for rounding
                 continue
             error = ((ours.double() - exact).norm() / exact.norm()).item()
             worst[name] = max(worst.get(name, 0.0), error) if error == error else float("nan")
     return worst
+
+
+@contextmanager
+def tuned_in_parallel() -> Iterator[None]:
+    """Autotuned Triton kernels compile all their configurations at once before they are compared."""
+    run = Autotuner.run
+
+    def compile_first(self: Autotuner, *args, **kwargs):
+        if not self.cache and len(self.configs) > 1:
+            with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+                self.warmup(*args, **{k: v for k, v in kwargs.items() if k != "warmup"})
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = compile_first
+    try:
+        yield
+    finally:
+        Autotuner.run = run
 
 
 def milliseconds(function: Callable[[], object], repeats: int) -> float:
@@ -119,27 +145,66 @@ def kernels() -> dict[str, tuple[Callable, tuple[str, ...]]]:
     return found
 
 
-def measure(scan: Callable, names: tuple[str, ...], arguments: dict[str, torch.Tensor], repeats: int) -> dict:
-    """Forward and forward + backward in milliseconds, and the latter's extra memory; None for what fails."""
+def calls(scan: Callable, names: tuple[str, ...], arguments: dict[str, torch.Tensor]) -> tuple[Callable, Callable]:
+    """Forward, and forward + backward, as functions of nothing."""
     leaves = {k: v.detach().requires_grad_(k in names) for k, v in arguments.items()}
     dy = torch.randn_like(arguments["x"])
 
-    def forward():
+    def forward() -> torch.Tensor:
         with torch.no_grad():
             return scan(**leaves)
 
-    def both():
+    def both() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(scan(**leaves), [leaves[k] for k in names], dy)
 
-    row: dict[str, float | str | None] = {"forward_ms": None, "both_ms": None, "extra_gib": None}
-    try:
+    return forward, both
+
+
+def tune(name: str, forward: Callable, both: Callable) -> dict[str, str]:
+    """Compile and tune a kernel, saying how long it took; for "forward" and "both", why it refuses, if it does."""
+    start, refused = time.perf_counter(), {}
+    with tuned_in_parallel():
+        for what, function in (("forward", forward), ("both", both)):
+            try:
+                function()
+            except Exception as error:
+                refused[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    torch.cuda.synchronize()
+    print(f"compiled {name} in {time.perf_counter() - start:.0f} s", flush=True)
+    for what, reason in refused.items():
+        print(f"{name} refuses {'its backward' if what == 'both' else 'its forward'} pass: {reason}", flush=True)
+    return refused
+
+
+def measure(forward: Callable, both: Callable, repeats: int, refused: dict[str, str]) -> dict[str, float | None]:
+    """Times in milliseconds and the extra memory of forward + backward, None for what the kernel refuses."""
+    row: dict[str, float | None] = {"forward_ms": None, "both_ms": None, "extra_gib": None}
+    if "forward" not in refused:
         row["forward_ms"] = milliseconds(forward, repeats)
+    if "both" not in refused:
         row["both_ms"] = milliseconds(both, repeats)
         row["extra_gib"] = extra_gibibytes(both)
-    except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        torch.cuda.empty_cache()
     return row
+
+
+def decode(batch: int, heads: int) -> dict[str, float]:
+    """Microseconds of one decoding step on the device, launches excluded: a CUDA graph of 20 steps is replayed."""
+    arguments = make(batch, 1, heads, 64, 128, 1)
+    x, dt, A, B, C, beta, prior = (v[:, 0] if v.ndim > 2 else v for v in arguments.values())
+    state = torch.zeros(batch, heads, 2, 64, 128, device="cuda")
+    mamba2_state = torch.zeros(batch, heads, 64, 128, device="cuda")
+    steps: dict[str, Callable[[], object]] = {"palimpsa": lambda: palimpsa_step(x, dt, A, B, C, beta, prior, state)}
+    if paths(x.device)["Mamba2 decoding"].startswith("mamba_ssm"):
+        steps["ssd"] = lambda: ssd_step(x, dt, A, B, C, mamba2_state)
+    found = {}
+    for name, step in steps.items():
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                step()
+        found[name] = 1e3 * milliseconds(graph.replay, 10) / 20
+    return found
 
 
 def main() -> int:
@@ -160,27 +225,35 @@ def main() -> int:
         return 1
     device = torch.cuda.get_device_name()
     print(
-        f"{device}, torch {torch.__version__}, triton {triton.__version__}, bfloat16, batch {options.batch}, ", end=""
+        f"{device}, torch {torch.__version__}, triton {triton.__version__}, bfloat16, batch {options.batch}, "
+        f"{options.heads} heads of 64 x 128, 1 group; worst error {max(errors.values()):.1e}",
+        flush=True,
     )
-    print(f"{options.heads} heads of 64 x 128, 1 group; worst error {max(errors.values()):.1e}")
+    compared = kernels()
+    shortest = make(options.batch, min(options.lengths), options.heads, 64, 128, 1)
+    refused = {name: tune(name, *calls(*kernel, shortest)) for name, kernel in compared.items()}
     print(f"{'kernel':<11}{'tokens':>8}{'fwd ms':>9}{'x SSD':>7}{'f+b ms':>9}{'x SSD':>7}{'GiB':>7}{'us/token':>10}")
-    rows, compared = [], kernels()
-    for time in options.lengths:
-        arguments = make(options.batch, time, options.heads, 64, 128, 1)
+    rows = []
+    for tokens in options.lengths:
+        arguments = make(options.batch, tokens, options.heads, 64, 128, 1)
         ssd: dict = {}
         for name, kernel in compared.items():
-            row = measure(*kernel, arguments, options.repeats)
+            row = measure(*calls(*kernel, arguments), options.repeats, refused[name])
             ssd = row if name == "ssd" else ssd
-            for key in ("forward_ms", "both_ms"):
+            for key in ("forward_ms", "both_ms", "extra_gib"):
                 row[f"{key}_to_ssd"] = row[key] / ssd[key] if row[key] and ssd.get(key) else None
-            rows.append({"kernel": name, "tokens": time, **row})
+            rows.append({"kernel": name, "tokens": tokens, **row, "refused": refused[name]})
             cells = [row["forward_ms"], row["forward_ms_to_ssd"], row["both_ms"], row["both_ms_to_ssd"]]
-            cells += [row["extra_gib"], row["both_ms"] and 1e3 * row["both_ms"] / time / options.batch]
+            cells += [row["extra_gib"], row["both_ms"] and 1e3 * row["both_ms"] / tokens / options.batch]
             widths = (9, 7, 9, 7, 7, 10)
             text = [f"{'-' if v is None else f'{v:.2f}':>{w}}" for v, w in zip(cells, widths, strict=True)]
-            print(f"{name:<11}{time:>8}{''.join(text)}  {row.get('error', '')}", flush=True)
+            print(f"{name:<11}{tokens:>8}{''.join(text)}", flush=True)
+    steps = {str(batch): decode(batch, options.heads) for batch in (1, 8)}
+    for batch, step in steps.items():
+        ratio = f", {step['palimpsa'] / step['ssd']:.2f}x" if "ssd" in step else ""
+        print(f"decoding step, batch {batch}: {', '.join(f'{k} {v:.1f} us' for k, v in step.items())}{ratio}")
     report = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "errors": errors}
-    report |= {"batch": options.batch, "heads": options.heads, "rows": rows}
+    report |= {"batch": options.batch, "heads": options.heads, "rows": rows, "decode_us": steps}
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

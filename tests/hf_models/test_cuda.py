@@ -72,7 +72,7 @@ def step(model, ids: torch.Tensor, forward=None) -> tuple[torch.Tensor, dict[str
     model.train()
     model.zero_grad()
     here = ids.to(model.device)
-    loss = (forward or model)(input_ids=here, labels=here, use_cache=False).loss
+    loss = (model if forward is None else forward)(input_ids=here, labels=here, use_cache=False).loss
     loss.backward()
     gradients = {n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -106,13 +106,13 @@ def test_bfloat16_autocast_equals_the_cpu(hybrid, on_gpu, ids, mamba2):
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
-def test_prefill_and_decode_equal_the_full_pass(on_gpu, ids, mamba2_in_pytorch):
+def test_prefill_and_decode_equal_the_full_pass(on_gpu, ids, mamba2):
     ids = ids.cuda()
     with torch.no_grad():
         full = on_gpu(ids).logits
         output = on_gpu(ids[:, :200], use_cache=True)
         steps = [on_gpu(ids[:, t : t + 1], cache=output.cache, use_cache=True).logits for t in range(200, 257)]
-    assert_close(torch.cat(steps, 1), full[:, 200:], 1e-4)
+    assert_close(torch.cat(steps, 1), full[:, 200:], LOGITS[mamba2])
 
 
 def test_a_32k_prompt_in_one_piece_equals_16(on_gpu, mamba2_in_pytorch):

@@ -298,6 +298,15 @@ def test_bad_input_of_a_step_names_the_argument(index, spoil, message):
     token[index] = spoil(token[index])
     with pytest.raises(ValueError, match=message):
         palimpsa_step(*token)
+    if index in range(5):
+        with pytest.raises(ValueError, match=message):
+            ssd_step(*token[:5], token[7][:, :, 0])
+
+
+def test_a_mamba2_step_refuses_a_palimpsa_state():
+    x, dt, A, B, C, _, _, state = (v.detach() for v in random_inputs(time=1))
+    with pytest.raises(ValueError, match=r"state must have shape \(2, 4, 3, 5\), got \(2, 4, 2, 3, 5\)"):
+        ssd_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ def poison(monkeypatch, request):
     def poisoned(make_empty):
         def wrapper(*args, **kwargs):
             tensor = make_empty(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                tensor.detach().fill_(float("nan"))
+            return tensor
 
         return wrapper
 

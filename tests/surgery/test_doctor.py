@@ -11,7 +11,8 @@ from palimpsa_surgery.surgery.doctor import doctor
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setitem(module.LENGTHS, "cpu", (1, 17))
+    for lengths in (module.LENGTHS, module.PACKED_LENGTHS, module.MAMBA2_LENGTHS):
+        monkeypatch.setitem(lengths, "cpu", (1, 17))
 
 
 def test_this_installation_passes(cli):

@@ -102,7 +102,7 @@ def palimpsa_step(
     Raises:
         ValueError: an argument's shape, type or device does not fit the others.
     """
-    _check_step_arguments(x, dt, A, B, C, beta, I_prior, state)
+    _check_step_arguments(x, dt, A, B, C, state, beta, I_prior)
     if x.is_cuda and triton is not None:
         return palimpsa_step_triton(x, dt, A, B, C, beta, I_prior, state)
     key, query = _to_heads(B, x), _to_heads(C, x)
@@ -158,10 +158,13 @@ def ssd_scan(
 
 
 def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> Tensor:
-    """One token of `ssd_scan` that updates `state` `[b, h, p, n]` in place; shapes as for `palimpsa_step`."""
+    """One token of `ssd_scan` that updates `state` `[b, h, p, n]` in place; all else as for `palimpsa_step`."""
+    _check_step_arguments(x, dt, A, B, C, state)
     kernels = _mamba_ssm_kernels() if x.is_cuda else None
     if kernels is not None:
         head_dim, state_size = state.shape[2:]
+        # Without D and dt_bias mamba_ssm 2.3.2's step fails, and where dt and A do not vary within a head it reads one
+        zero = _zero(x.device).expand(x.shape[1], head_dim)
         return kernels["step"](
             state,
             x,
@@ -169,7 +172,8 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tens
             -A[:, None, None].expand(-1, head_dim, state_size),
             B,
             C,
-            dt_softplus=False,
+            D=zero,
+            dt_bias=zero,
         )
     key, query = _to_heads(B, x), _to_heads(C, x)
     state.mul_(torch.exp(-A * dt)[..., None, None]).addcmul_((dt[..., None] * x.float())[..., None], key)
@@ -249,7 +253,14 @@ def _check_scan_arguments(
 
 
 def _check_step_arguments(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, beta: Tensor, I_prior: Tensor, state: Tensor
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor,
+    beta: Tensor | None = None,
+    I_prior: Tensor | None = None,
 ) -> None:
     if x.ndim != 3 or x.dtype not in FLOATS:
         raise ValueError(f"x must be a floating [batch, heads, head_dim], got {_describe(x)}")
@@ -257,7 +268,8 @@ def _check_step_arguments(
     if B.ndim != 3 or B.shape[0] != batch or B.shape[1] == 0 or heads % B.shape[1] != 0:
         raise ValueError(f"B must be [{batch}, groups dividing {heads} heads, state_size], got {_describe(B)}")
     _check("dt", dt, (batch, heads), x, EXACT)
-    _check("state", state, (batch, heads, 2, head_dim, B.shape[2]), x, EXACT)
+    states = () if I_prior is None else (2,)
+    _check("state", state, (batch, heads, *states, head_dim, B.shape[2]), x, EXACT)
     _check_shared(x, A, B, C, beta, I_prior)
 
 
@@ -292,6 +304,12 @@ def _describe(value: Tensor) -> str:
 def _to_heads(v: Tensor, x: Tensor) -> Tensor:
     """`[b, g, n]` to float32 `[b, h, 1, n]`."""
     return v.float().repeat_interleave(x.shape[1] // v.shape[1], dim=1)[:, :, None]
+
+
+@functools.cache
+def _zero(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # so that it may be used everywhere
+        return torch.zeros(1, 1, device=device)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ Sums over heads, key blocks and time go through float32 partial results and a fi
 The launches of the backward pass take a few heads at a time, which bounds its memory.
 """
 
+import functools
 import hashlib
 import os
 
@@ -52,7 +53,8 @@ try:
     import triton
     import triton.language as tl
 
-    jit = triton.jit
+    # Whatever grows with the sequence is not specialised on: a prompt of another length compiles nothing anew
+    jit = functools.partial(triton.jit, do_not_specialize=("T", "NSEG", "dt_b", "ddt_b"))
 except ImportError:  # the module still imports; `palimpsa_scan_triton` is then not to be called
     from types import SimpleNamespace
 
@@ -70,6 +72,9 @@ FORWARD_SEGMENT = 512
 BACKWARD_SEGMENT = 128
 SUB_CHUNK = 16
 KEY_BLOCK = 64  # of the portable gradient kernel: 10% faster than 32 on Hopper although it spills registers
+# Of the same kernel: one warp is fastest with tensor cores. Without them, in float32, four are, and they compile in 15
+# seconds where one takes 55.
+WARPS = {torch.float32: 4}
 # Bytes of temporary tensors that a launch of the backward pass may take; twice as many save 2%.
 WORKSPACE_BYTES = 768 * 2**20
 # Whether `hopper_scan.py` is used where it fits; tests turn it off to reach the portable kernels.
@@ -501,14 +506,15 @@ def _segment_gradients(
             o_part = (i_part * P + p) * T + t
             b_dv = tl.load(dvT + o_part, mask=m_t, other=0.0) + tl.sum(b_Q, 1)
             b_du = tl.load(dbetaT + o_part, mask=m_t, other=0.0) + tl.sum(b_QI, 1)
-            tl.store(dvT + o_part, b_dv, mask=m_t)
-            tl.store(dbetaT + o_part, b_du, mask=m_t)
             b_W = tl.dot(b_Z, b_DT, acc=b_E[:, None] * b_out[None, :], input_precision=PRECISION)
             b_WI = tl.dot(b_ZI, b_DT, acc=b_EI[:, None] * b_out[None, :], input_precision=PRECISION)
             b_dB += b_W * b_v[None, :]
             b_dB2 += b_WI * b_u[None, :]
             b_E = tl.sum(tl.where(o_l[None, :] == 0, b_W, 0.0), 1) * b_first
             b_EI = tl.sum(tl.where(o_l[None, :] == 0, b_WI, 0.0), 1) * b_first
+            tl.debug_barrier()  # all warps have read what is overwritten now
+            tl.store(dvT + o_part, b_dv, mask=m_t)
+            tl.store(dbetaT + o_part, b_du, mask=m_t)
             tl.store(p_E + p * N, b_E, mask=m_n)
             tl.store(p_E + (P + p) * N, b_EI, mask=m_n)
         o_out = (i_bh * T + t[None, :]) * N + o_n[:, None]
@@ -710,7 +716,7 @@ def _gradients_portable(
         *dt.stride(), *B.stride()[:3], *C.stride()[:3],
         time, batch, heads, heads, head_dim, state_size, segments,
         S=segment, L=SUB_CHUNK, BP=min(32, max(16, _power_of_two(head_dim))), BN=BN,
-        **flags, **_dot_types(x), num_warps=1, num_stages=1,
+        **flags, **_dot_types(x), num_warps=WARPS.get(x.dtype, 1), num_stages=1,
     )  # fmt: skip
     BT = 64
     dA_part = x.new_empty(batch, heads, triton.cdiv(time, BT), dtype=torch.float32)
