@@ -326,7 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[length for length, _ in CURRICULUM])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(8)), help="of weights and examples")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="peak learning rates")
-    parser.add_argument("--examples", type=int, default=20_000, help="to train on, of each length")
+    parser.add_argument("--examples", type=int, default=100_000, help="to train on, of each length")
     parser.add_argument("--test-examples", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=20, help="at each length")
     parser.add_argument("--batch", type=int, default=128, help="examples a step")
