@@ -12,8 +12,9 @@ from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.hf_models import LayerState
 from palimpsa_surgery.stages.data import ContinuedOrder, Sequences, collate, prepare, training_order
 from palimpsa_surgery.stages.recipe import load_recipe
+from palimpsa_surgery.stages.snapshots import Snapshots
 from palimpsa_surgery.stages.states import make_initial_states
-from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, last_checkpoint, quiet_transformers
+from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, quiet_transformers
 
 KINDS = {
     "zero": {"kind": "zero"},
@@ -66,7 +67,7 @@ def trainer_of(small_model, sequences_of, tmp_path):
             small_model,
             stage,
             order,
-            tmp_path / folder,
+            Snapshots(tmp_path / folder, keep=2),
             steps=steps,
             seed=3,
             checkpoint_steps=2,
@@ -269,8 +270,8 @@ def test_interrupted_and_resumed_is_the_same_to_the_bit(kind, trainer_of, stage_
                 trainer_of(stage, "resumed").train()
         small_model.load_state_dict(start)  # a new process has nothing but the checkpoint
         resumed = trainer_of(stage, "resumed")
-        checkpoint = last_checkpoint(tmp_path / "resumed")
-        assert checkpoint.name == "checkpoint-2"
+        checkpoint = tmp_path / "resumed" / "checkpoint-2"
+        assert resumed.snapshots.newest()[0] == checkpoint
         resumed.train(resume_from_checkpoint=checkpoint)
     assert all(torch.equal(value, expected[name]) for name, value in small_model.state_dict().items())
     torch.testing.assert_close(resumed.initial_states.state_dict(), carried, rtol=0, atol=0)
@@ -283,7 +284,7 @@ def test_resuming_needs_as_many_processes(trainer_of, stage_of, tmp_path):
         path = tmp_path / "stage" / "checkpoint-2" / "states-rank0.pt"
         torch.save(torch.load(path) | {"ranks": 2}, path)
         with pytest.raises(UserError, match=r"was not written by 1 processes, and state state_passing belongs to each"):
-            trainer_of(stage, steps=4).train(resume_from_checkpoint=last_checkpoint(tmp_path / "stage"))
+            trainer_of(stage, steps=4).train(resume_from_checkpoint=path.parent)
 
 
 def test_validation_starts_from_zero(stage_of, sequences_of, small_model):

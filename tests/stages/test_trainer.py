@@ -10,13 +10,8 @@ from helpers import assert_close
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.data import IGNORED, Sequences, TrainingOrder, prepare
 from palimpsa_surgery.stages.recipe import load_recipe
-from palimpsa_surgery.stages.trainer import (
-    CHECKPOINT_FILES,
-    StageTrainer,
-    evaluate,
-    last_checkpoint,
-    quiet_transformers,
-)
+from palimpsa_surgery.stages.snapshots import Snapshots
+from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, quiet_transformers
 
 
 @pytest.fixture
@@ -36,13 +31,13 @@ def run(tmp_path, tokenizer, small_model):
                 model,
                 stage,
                 order,
-                tmp_path / "stage",
+                Snapshots(tmp_path / "stage", keep=2),
                 steps=steps,
                 seed=0,
                 checkpoint_steps=2,
                 advance=lambda units: None,
             )
-            trainer.train(resume_from_checkpoint=last_checkpoint(tmp_path / "stage") if resume else None)
+            trainer.train(resume_from_checkpoint=trainer.snapshots.newest()[0] if resume else None)
         return trainer
 
     return train
@@ -251,22 +246,6 @@ def test_evaluation_is_the_mean_over_targets(tmp_path, tokenizer, small_recipe, 
     assert result["perplexity"] == pytest.approx(math.exp(total / targets), rel=1e-4)
     few = evaluate(small_model, sequences, max_tokens=64, batch_size=3)
     assert few["tokens"] <= 64
-
-
-def test_a_checkpoint_cut_short_is_not_resumed_from(tmp_path):
-    for step, state in ((2, '{"global_step": 2}'), (4, '{"global_step": 4}'), (6, '{"global_st'), (10, None)):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        for name in CHECKPOINT_FILES[:-1]:
-            (folder / name).write_bytes(b"x")
-        if state:
-            (folder / "trainer_state.json").write_text(state)
-    (tmp_path / "checkpoint-12").mkdir()
-    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step": 12}')  # its weights are gone
-    (tmp_path / "checkpoint-14").mkdir()
-    (tmp_path / "checkpoint-14" / "trainer_state.json").write_text("{}")
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
-    assert last_checkpoint(tmp_path / "checkpoint-2") is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

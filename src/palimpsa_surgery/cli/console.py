@@ -9,8 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-console = Console(highlight=False)
-"""Standard output: as wide as the terminal, 80 columns elsewhere."""
+from palimpsa_surgery import ranks
+
+console = Console(highlight=False, quiet=not ranks.is_first())
+"""Standard output: as wide as the terminal, 80 columns elsewhere; of several processes only the first prints."""
 
 
 def print_path(label: str, path: str | os.PathLike) -> None:

@@ -23,6 +23,7 @@ from typing import Annotated
 
 import typer
 
+from palimpsa_surgery import ranks
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
 
@@ -66,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (default: sys.argv) and return the exit code.
 
     0 for success, 2 with one line on stderr for a user's mistake or a fault of the machine (no permission, a full
-    disk, no memory), 130 for Ctrl-C. Anything else is a bug and shows its traceback.
+    disk, no memory), 130 for Ctrl-C. Anything else is a bug and shows its traceback. Of several processes that end
+    for one reason, only one says why.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
     os.environ.setdefault("DATASETS_VERBOSITY", "warning")
@@ -81,19 +83,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, typer.TyperException) as error:
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         if message:
-            print("error:", " ".join(message.splitlines()), file=sys.stderr)
+            _report(f"error: {' '.join(message.splitlines())}")
         return 2
     except (OSError, MemoryError, RecursionError) as error:
         what = {MemoryError: "out of memory", RecursionError: "the input is nested too deeply"}
-        print("error:", what.get(type(error)) or " ".join(str(error).split()), file=sys.stderr)
+        _report(f"error: {what.get(type(error)) or ' '.join(str(error).split())}")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         status = 130
+    except Exception:
+        if ranks.another_reported():  # this is what its end did to us
+            return 2
+        raise
     if status == 130:  # what typer makes of KeyboardInterrupt
-        print("interrupted", file=sys.stderr)
+        _report("interrupted")
     return status or 0
+
+
+def _report(line: str) -> None:
+    if ranks.may_report():
+        print(line, file=sys.stderr, flush=True)
 
 
 def run() -> None:
     """Entry point of the console script."""
-    sys.exit(main())
+    status = main()
+    ranks.leave()
+    if ranks.world_size() > 1:
+        sys.stdout.flush()
+        os._exit(status)  # a process group is not taken down in order once one has failed, and trying may hang
+    sys.exit(status)

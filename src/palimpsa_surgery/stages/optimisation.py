@@ -90,14 +90,20 @@ def parameters_by_treatment(model: "torch.nn.Module") -> dict[Treatment, "list[t
     return {treatment: parameters for treatment, parameters in groups.items() if parameters}
 
 
+def freeze_untrained(model: "torch.nn.Module") -> None:
+    """Let only those parameters have gradients that some group trains."""
+    for treatment, parameters in parameters_by_treatment(model).items():
+        for parameter in parameters:
+            parameter.requires_grad_(treatment.rate is not None)
+
+
 def build_optimizer(model: "torch.nn.Module", stage: Stage) -> "torch.optim.Optimizer":
     """Return AdamW over the model's groups with a stage's numbers; parameters that no group trains are frozen."""
     import torch
 
+    freeze_untrained(model)
     groups = []
     for treatment, parameters in parameters_by_treatment(model).items():
-        for parameter in parameters:
-            parameter.requires_grad_(treatment.rate is not None)
         if treatment.rate is None:
             continue
         groups.append(

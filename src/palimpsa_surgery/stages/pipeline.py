@@ -17,18 +17,21 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from palimpsa_surgery import ranks
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.stages.launch import check_request, check_shared_folder, fsdp_requested, share
 from palimpsa_surgery.stages.plan import Plan, make_plan
 from palimpsa_surgery.stages.recipe import Recipe, differences, load_recipe
+from palimpsa_surgery.stages.snapshots import Snapshots
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
 from palimpsa_surgery.surgery.progress import progress_bar
 
@@ -100,6 +103,9 @@ def train(
     held-out sequences before and after. On the CPU a resumed run ends with the same bits as one that was never
     interrupted.
 
+    Called by every process of a launch by torchrun or `accelerate launch`, it divides each batch over them; rank 0
+    prepares the data and writes, and `output` must be a folder that all of them see.
+
     Args:
         checkpoint: a folder or Hub id: what `replace` wrote, or any Mamba2 that the package reads.
         recipe: the name of a shipped recipe, a YAML file, or a Recipe.
@@ -112,10 +118,10 @@ def train(
 
     Raises:
         UserError: the recipe or its data are wrong, the checkpoint does not suit it, `output` holds something
-            else or a run that differs from this one, or the loss stops being finite.
+            else or a run that differs from this one, the loss stops being finite, or the launcher asked for what
+            cannot be done. Every rank raises it, or is ended by its launcher.
     """
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise UserError(f"train runs as a single process, but was started as one of {os.environ['WORLD_SIZE']}")
+    check_request()
     if max_steps is not None and max_steps < 1:
         raise UserError(f"--max-steps must be at least 1, got {max_steps}")
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
@@ -124,13 +130,13 @@ def train(
     names = [entry.name for entry in recipe.stages]
     if stage is not None and stage not in names:
         raise UserError(f"recipe {recipe.name} has no stage {stage!r}; its stages are {', '.join(names)}")
+    for entry in recipe.stages:
+        share(entry, ranks.world_size())
+        if entry.lora and fsdp_requested():
+            raise UserError(f"stage {entry.name}: lora and FSDP do not go together: use DDP")
     output = Path(output)
     options = {"max_steps": max_steps, "tokenizer": None if tokenizer is None else str(tokenizer)}
-    record = _read_run(output)
-    if record is None:
-        check_output_directory(output)
-    else:
-        _check_same_conditions(output, record, recipe, options)
+    record = ranks.agreed(lambda: _existing(output, recipe, options))
 
     from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
 
@@ -144,36 +150,34 @@ def train(
         return Run(plan, {}, ())
 
     text_tokenizer = load_tokenizer(source, tokenizer)
-    if record is None:
-        record = _start(plan, options, text_tokenizer, fingerprint(load_model(source)))
-    elif (found := fingerprint(load_model(source))) != record["base_fingerprint"]:
-        raise UserError(
-            f"run {output} was started from other weights: fingerprint {record['base_fingerprint']}, "
-            f"checkpoint {source.name} has {found}"
-        )
+    record = ranks.agreed(lambda: _begin(plan, record, options, text_tokenizer, fingerprint(load_model(source))))
     did = []
     with _only_process(output):
-        if _read_run(output) != record:
-            raise UserError(f"run {output} was changed by another process meanwhile: start again to go on with it")
+        ranks.first(lambda: _check_unchanged(output, record))
         for index in wanted:
             if record["stages"][index]["status"] != "done":
                 run_stage(plan, record, index, text_tokenizer)
                 did.append(names[index])
             folder = output / plan.stages[index].folder
-            _discard([folder / "data", *folder.glob("checkpoint-*")])
+            ranks.first(lambda folder=folder: _discard_work(folder))
     return Run(plan, record, tuple(did))
 
 
 @contextmanager
 def _only_process(output: Path) -> Iterator[None]:
-    """Hold a run's folder for this process; the system lets go of it when the process ends, however it ends."""
+    """Hold a run's folder for this launch; the system lets go of it when rank 0 ends, however it ends."""
     import fcntl
 
-    with (output / LOCK_FILE).open("a") as lock:
+    def hold() -> None:
+        lock = stack.enter_context((output / LOCK_FILE).open("a"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"run {output} is in use by another process") from None
+
+    with ExitStack() as stack:
+        ranks.first(hold)
+        check_shared_folder(output / LOCK_FILE)
         yield
 
 
@@ -183,7 +187,8 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
 
     from palimpsa_surgery.stages.data import Sequences, training_order
     from palimpsa_surgery.stages.lora import add_adapters, merge_adapters
-    from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, last_checkpoint, quiet_transformers
+    from palimpsa_surgery.stages.sharding import whole_parameters
+    from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, quiet_transformers
     from palimpsa_surgery.surgery.checkpoints import load_model, save_checkpoint
 
     part, entry = plan.stages[index], record["stages"][index]
@@ -191,20 +196,19 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     start = plan.output / record["stages"][index - 1]["final"] if index else plan.source
     if not (folder / "data").is_dir():
         raise UserError(f"run {plan.output} is damaged: {folder / 'data'} is missing (choose another --output)")
-    _discard(folder.glob(".*.partial"))  # what a killed process left of a folder it was writing
-
+    snapshots = Snapshots(folder, plan.recipe.keep_checkpoints)
     began = time.perf_counter()
     model = load_model(start)
     use_cache = model.config.use_cache  # the Trainer turns it off
     adapters = add_adapters(model, stage.lora, seed=plan.recipe.seed) if stage.lora else None
-    sequences = Sequences(folder / "data", stage)
+    sequences, batch = Sequences(folder / "data", stage), share(stage, ranks.world_size())
     order = training_order(
         sequences,
         stage,
         steps=part.steps,
         seed=plan.recipe.seed,
         stage_index=index,
-        rows=stage.micro_batch_sequences,
+        rows=batch.processes * batch.micro_batch,
     )
     scoring = {"max_tokens": plan.recipe.evaluation.tokens, "batch_size": stage.micro_batch_sequences}
     with quiet_transformers(), progress_bar(f"stage {stage.name}", part.steps) as advance:
@@ -212,7 +216,7 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
             model,
             stage,
             order,
-            folder,
+            snapshots,
             steps=part.steps,
             seed=plan.recipe.seed,
             checkpoint_steps=plan.recipe.checkpoint_steps,
@@ -221,21 +225,73 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
         if entry["status"] == "pending":
             entry |= {"status": "running", "before": evaluate(model, sequences, **scoring)}
             _write_run(plan.output, record)
-        trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+        trainer.train(resume_from_checkpoint=ranks.agreed(lambda: _resume_point(snapshots)))
         if adapters is not None:
             merge_adapters(adapters)
         after = evaluate(model, sequences, **scoring)
         model.config.use_cache = use_cache
-        with fresh_directory(folder / "final", overwrite=True) as work:
-            # In float32, whatever the checkpoint's type: the next stage goes on from these very bits.
-            save_checkpoint(model, work, tokenizer=tokenizer, dtype=torch.float32)
-            for name in SURGERY_FILES:
-                if (plan.source.path / name).is_file():
-                    shutil.copyfile(plan.source.path / name, work / name)
+        parameters = whole_parameters(model)
+
+        def save() -> None:
+            with fresh_directory(folder / "final", overwrite=True) as work:
+                # In float32, whatever the checkpoint's type: the next stage goes on from these very bits.
+                save_checkpoint(model, work, tokenizer=tokenizer, dtype=torch.float32, parameters=parameters)
+                for name in SURGERY_FILES:
+                    if (plan.source.path / name).is_file():
+                        shutil.copyfile(plan.source.path / name, work / name)
+
+        ranks.first(save)
     entry |= {"status": "done", "after": after, "skipped_steps": trainer.skipped_steps}
     entry |= {"seconds": round(time.perf_counter() - began, 1), "final": f"{part.folder}/final"}
     record["final"] = record["stages"][-1]["final"]
     _write_run(plan.output, record)
+
+
+def _resume_point(snapshots: Snapshots) -> str | None:
+    """The checkpoint to go on from.
+
+    Raises:
+        UserError: it was written in the other layout.
+    """
+    if (last := snapshots.newest()) is None:
+        return None
+    path, manifest = last
+    if manifest.sharded != fsdp_requested():
+        layouts = {True: "under FSDP", False: "without FSDP"}
+        raise UserError(
+            f"{path} was written {layouts[manifest.sharded]} and cannot be read {layouts[not manifest.sharded]}: "
+            "launch the run as before"
+        )
+    return str(path)
+
+
+def _existing(output: Path, recipe: Recipe, options: dict) -> dict | None:
+    """The record of the run that `output` holds, if there is one and it may be gone on with."""
+    record = _read_run(output)
+    if record is None:
+        check_output_directory(output)
+    else:
+        _check_same_conditions(output, record, recipe, options)
+    return record
+
+
+def _begin(
+    plan: Plan, record: dict | None, options: dict, tokenizer: "PreTrainedTokenizerBase", base_fingerprint: str
+) -> dict:
+    """Make a new run, or see that the one at hand started from these weights; return its record."""
+    if record is None:
+        return _start(plan, options, tokenizer, base_fingerprint)
+    if base_fingerprint != record["base_fingerprint"]:
+        raise UserError(
+            f"run {plan.output} was started from other weights: fingerprint {record['base_fingerprint']}, "
+            f"checkpoint {plan.source.name} has {base_fingerprint}"
+        )
+    return record
+
+
+def _check_unchanged(output: Path, record: dict) -> None:
+    if _read_run(output) != record:
+        raise UserError(f"run {output} was changed by another process meanwhile: start again to go on with it")
 
 
 def _start(plan: Plan, options: dict, tokenizer: "PreTrainedTokenizerBase", base_fingerprint: str) -> dict:
@@ -297,7 +353,9 @@ def _read_run(output: Path) -> dict | None:
 
 
 def _write_run(output: Path, record: dict) -> None:
-    """Replace `run.json` in one move, so that a kill leaves the old one or the new one."""
+    """Replace `run.json` in one move, so that a kill leaves the old one or the new one; rank 0 does."""
+    if not ranks.is_first():
+        return
     draft = output / f".{RUN_FILE}.partial"
     draft.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     os.replace(draft, output / RUN_FILE)
@@ -322,6 +380,7 @@ def _with_seed(recipe: Recipe, seed: int) -> Recipe:
     return recipe.model_copy(update={"seed": seed})
 
 
-def _discard(paths: Iterable[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)
+def _discard_work(folder: Path) -> None:
+    """Remove what a stage needs only until it is finished."""
+    Snapshots(folder, keep=1).discard()
+    shutil.rmtree(folder / "data", ignore_errors=True)

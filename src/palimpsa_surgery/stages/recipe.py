@@ -300,6 +300,8 @@ class Recipe(_Strict):
     """Seeds the order of the data and everything else that is random."""
     checkpoint_steps: Annotated[int, Field(gt=0)] = 500
     """Optimizer steps between the checkpoints that an interrupted run goes on from."""
+    keep_checkpoints: Annotated[int, Field(gt=0)] = 2
+    """Whole checkpoints to keep of the stage under way. While one is written, the disk holds one more."""
     evaluation: Evaluation = Evaluation()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
 

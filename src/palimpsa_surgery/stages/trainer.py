@@ -10,29 +10,39 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
+from palimpsa_surgery import ranks
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.data import IGNORED, Sequences, collate
 from palimpsa_surgery.stages.guard import SKIPPED, NonFiniteGuard, skipped_steps
+from palimpsa_surgery.stages.launch import share, sum_over_ranks
 from palimpsa_surgery.stages.optimisation import build_optimizer
+from palimpsa_surgery.stages.parallel import ParallelTrainer
 from palimpsa_surgery.stages.recipe import Stage
+from palimpsa_surgery.stages.snapshots import Snapshots
 from palimpsa_surgery.stages.states import make_initial_states
 
 
-class StageTrainer(Trainer):
+class StageTrainer(ParallelTrainer):
     """The Trainer with a stage's parameter groups, data order, log, loss in blocks and guard against NaN.
 
     Weights, gradients and the optimizer are float32; on a GPU that has bfloat16 the forward pass is autocast to
     it. Never to float16, whose range long recurrences exceed.
 
+    Each of several processes takes its share of every batch: of the sequences of one forward pass, taken over all
+    ranks in the data's order, rank r has the r-th part.
+
     Args:
-        model: float32; it is moved to the GPU if there is one.
+        model: float32; it is moved to the GPU if there is one, and divided over the ranks under FSDP.
         order: what to train on, one position after the other: `TrainingOrder`, or `ContinuedOrder` for tbtt.
-        folder: where `checkpoint-*` and `log.jsonl` go.
+        snapshots: where checkpoints go; `log.jsonl` lies in the same folder.
         steps: optimizer steps to run; the learning rate's schedule spans them.
         advance: called with 1 after each step.
+
+    Raises:
+        UserError: the ranks cannot share a batch evenly, or accelerate made something else than was asked for.
     """
 
     def __init__(
@@ -40,7 +50,7 @@ class StageTrainer(Trainer):
         model: PreTrainedModel,
         stage: Stage,
         order: Dataset,
-        folder: Path,
+        snapshots: Snapshots,
         *,
         steps: int,
         seed: int,
@@ -49,15 +59,18 @@ class StageTrainer(Trainer):
     ) -> None:
         self.stage = stage
         self.guard = NonFiniteGuard(stage.name, stage.non_finite.max_consecutive)
+        batch = share(stage, ranks.world_size())
         cosine = stage.schedule.kind == "cosine"
         arguments = TrainingArguments(
-            output_dir=str(folder),
+            output_dir=str(snapshots.folder),
             use_cpu=not torch.cuda.is_available(),
             bf16=_has_bfloat16(),
             seed=seed,
             max_steps=steps,
-            per_device_train_batch_size=stage.micro_batch_sequences,
-            gradient_accumulation_steps=stage.batch_sequences // stage.micro_batch_sequences,
+            per_device_train_batch_size=batch.micro_batch,
+            gradient_accumulation_steps=batch.accumulation,
+            average_tokens_across_devices=True,
+            ddp_find_unused_parameters=False,
             train_sampling_strategy="sequential",
             remove_unused_columns=False,
             activation_checkpointing=stage.gradient_checkpointing,
@@ -67,7 +80,7 @@ class StageTrainer(Trainer):
             lr_scheduler_kwargs={"min_lr_rate": stage.schedule.min_ratio} if cosine else {},
             max_grad_norm=stage.clip,
             save_steps=checkpoint_steps,
-            save_total_limit=1,
+            save_total_limit=None,  # Snapshots keeps as many as wanted
             logging_steps=1,
             logging_nan_inf_filter=False,
             disable_tqdm=True,
@@ -78,18 +91,16 @@ class StageTrainer(Trainer):
         # data parallelism over all GPUs that this one process sees.
         arguments.mixed_precision = "bf16" if _has_bfloat16() else "no"
         arguments._n_gpu = min(arguments.n_gpu, 1)
-        log = _Log(folder / "log.jsonl", stage.batch_tokens, advance)
-        super().__init__(model, arguments, collate, order, callbacks=[log])
+        log = [_Log(snapshots.folder / "log.jsonl", stage.batch_tokens, advance)] if ranks.is_first() else []
+        super().__init__(model, arguments, collate, order, snapshots=snapshots, callbacks=log)
         self.remove_callback(PrinterCallback)
         self.initial_states = make_initial_states(
             stage.state, model.config, device=arguments.device, seed=seed, rank=arguments.process_index
         )
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return AdamW over the groups of `stages.optimisation`, made on the first call."""
-        if self.optimizer is None:
-            self.optimizer = build_optimizer(self.model if model is None else model, self.stage)
-        return self.optimizer
+    def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW over the groups of `stages.optimisation`."""
+        return build_optimizer(model, self.stage)
 
     def compute_loss(
         self,
@@ -137,11 +148,11 @@ class StageTrainer(Trainer):
         super()._load_rng_state(checkpoint)
         if checkpoint is None or self.initial_states.resumes_alone:
             return
-        path, ranks = self._states_file(checkpoint), self.args.world_size
+        path, size = self._states_file(checkpoint), self.args.world_size
         saved = torch.load(path, map_location=self.args.device, weights_only=True) if path.is_file() else {"ranks": 0}
-        if saved["ranks"] != ranks:
+        if saved["ranks"] != size:
             raise UserError(
-                f"stage {self.stage.name}: {checkpoint} was not written by {ranks} processes, and state "
+                f"stage {self.stage.name}: {checkpoint} was not written by {size} processes, and state "
                 f"{self.stage.state.kind} belongs to each of them: resume with as many as it was started with"
             )
         self.initial_states.load_state_dict(saved["states"])
@@ -196,30 +207,13 @@ def _finite(value: float) -> float | None:
 
 STATES_FILE = "states-rank{rank}.pt"
 """What each rank carries from one micro-batch to the next, and the state of its noise."""
-CHECKPOINT_FILES = (
-    "model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    STATES_FILE.format(rank=0),
-    "trainer_state.json",
-)
-"""What the Trainer writes into a checkpoint and needs to go on to the bit; the last is written last."""
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole `checkpoint-N` of a stage: one that a kill cut short, or that lost a file, is passed over."""
-    whole = {}
-    for path in folder.glob("checkpoint-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if all((path / name).is_file() for name in CHECKPOINT_FILES):
-                whole[int(json.loads((path / "trainer_state.json").read_text())["global_step"])] = path
-    return whole[max(whole)] if whole else None
 
 
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, sequences: Sequences, *, max_tokens: int, batch_size: int) -> dict[str, float]:
     """Score held-out sequences from an empty memory: mean loss over the targets, in nats per token.
+
+    All ranks must call it together; each scores some of the batches.
 
     Args:
         max_tokens: whole sequences of at most this many tokens in all (but at least one) are scored, evenly
@@ -238,17 +232,25 @@ def evaluate(model: PreTrainedModel, sequences: Sequences, *, max_tokens: int, b
     was_training = model.training
     model.eval()
     total, targets = 0.0, 0
-    for batch in sequences.batches(chosen, batch_size):
+    rank, size = ranks.rank(), ranks.world_size()
+    starts = range(0, count, batch_size)
+    for turn in range(math.ceil(len(starts) / size)):
+        mine = turn * size + rank < len(starts)
+        # A rank without a batch repeats another: parameters that are divided take all ranks in every pass.
+        start = starts[turn * size + rank if mine else 0]
+        (batch,) = sequences.batches(chosen[start : start + batch_size], batch_size)
         inputs = {key: value.to(model.device) for key, value in batch.items()}
         with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda" and _has_bfloat16()):
             batch_sum = model(**inputs, use_cache=False, return_logits=False, num_items_in_batch=1).loss
-        total += batch_sum.item()
-        targets += int((batch["labels"][:, 1:] != IGNORED).sum())
+        if mine:
+            total += batch_sum.item()
+            targets += int((batch["labels"][:, 1:] != IGNORED).sum())
     model.train(was_training)
+    total, targets = sum_over_ranks(total, targets, device=model.device)
     mean = total / targets
     if not math.isfinite(mean):
         raise UserError(f"the held-out loss is {mean}: the model's weights are of no use")
-    return {"loss": mean, "perplexity": math.exp(mean), "tokens": targets}
+    return {"loss": mean, "perplexity": math.exp(mean), "tokens": int(targets)}
 
 
 def _has_bfloat16() -> bool:

@@ -181,6 +181,7 @@ def save_checkpoint(
     dtype: torch.dtype | None = None,
     extra_files: Mapping[str, str] | None = None,
     max_shard_size: str = "5GB",
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads bit for bit.
 
@@ -195,13 +196,14 @@ def save_checkpoint(
             sets to the type of the checkpoint it read.
         extra_files: contents of further text files, by name.
         max_shard_size: weights beyond this size are split.
+        parameters: values by name instead of the model's own, for one that holds only its part of them.
 
     Raises:
         UserError: a weight is NaN or infinite, or becomes so in `dtype`.
     """
     dtype = dtype or _as_dtype(model.config.dtype) or model.dtype
     state = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (parameters or dict(model.named_parameters())).items():
         state[name] = parameter.detach().to(device="cpu", dtype=dtype)
         _check_finite(parameter, state[name], name, "the model to save")
     kind, config = _written_form(model.config)

@@ -1,6 +1,11 @@
 """Output folders that appear whole or not at all."""
 
+import contextlib
+import errno
+import fcntl
+import glob
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -29,6 +34,8 @@ def check_output_directory(
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise UserError(f"output {path} exists and is not a folder")
+    if os.path.ismount(path):
+        raise UserError(f"output {path} is a mount point, which cannot be replaced: choose a folder inside it")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise UserError(f"output folder {path} is not empty (use --overwrite to replace it)")
     if path.exists():
@@ -55,11 +62,17 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
         UserError: as `check_output_directory` does.
     """
     path = check_output_directory(path, overwrite=overwrite)
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.absolute().parent))
+    place = path.absolute().parent
+    place.mkdir(parents=True, exist_ok=True)
+    for left in place.glob(f".{glob.escape(path.name)}.{'?' * 8}.partial"):  # as mkdtemp names them
+        _remove_abandoned(left)
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=place))
+    lock = os.open(work, os.O_RDONLY)
     try:
-        work.chmod(0o755)  # mkdtemp makes folders private, which is wrong for a result to share
+        with contextlib.suppress(OSError):  # file systems without locks cannot tell what was abandoned
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
+        _share(work)
         if path.exists():
             old = work.with_suffix(".old")
             path.rename(old)
@@ -71,6 +84,53 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
             shutil.rmtree(old)
         else:
             work.rename(path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, Exception) and (reason := write_failure(error)):
+            raise UserError(f"{path} could not be written: {reason}") from error
         raise
+    finally:
+        os.close(lock)
+
+
+def write_failure(error: Exception) -> str | None:
+    """Say in a few words why a disk took no more data; None if that is not what the error is about.
+
+    Python, safetensors and torch each raise an exception of their own, and torch's gives no reason.
+    """
+    if isinstance(error, OSError) and error.errno in _REFUSED:
+        return os.strerror(error.errno)
+    text = str(error)
+    if type(error).__name__ == "SafetensorError":
+        number = re.search(r"os error (\d+)", text)
+        return os.strerror(int(number[1])) if number and int(number[1]) in _REFUSED else None
+    if isinstance(error, RuntimeError) and ("PytorchStreamWriter" in text or "inline_container" in text):
+        return "the disk took only a part of a file"
+    return None
+
+
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what a killed process was writing; a living one holds a lock on its folder."""
+    with contextlib.suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _share(folder: Path) -> None:
+    """Give a folder and all in it the permissions that the user's umask grants new ones.
+
+    Temporary folders, and the files that safetensors writes, are private, which is wrong for a result to share.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)

@@ -1,7 +1,8 @@
 """Progress bars on stderr, for people only.
 
 A bar is drawn when stderr is a terminal (or when Rich is told so by TTY_COMPATIBLE=1 or FORCE_COLOR=1);
-logs and pipes get none. Bars vanish when their work is done, so that what stays on screen is the result.
+logs and pipes get none, and of several processes only the first draws. Bars vanish when their work is done, so
+that what stays on screen is the result.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,8 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from palimpsa_surgery import ranks
 
 T = TypeVar("T")
 
@@ -24,7 +27,9 @@ def progress_bar(description: str, total: float | None = None) -> Iterator[Calla
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (console.is_terminal and ranks.is_first())
+    ) as progress:
         task = progress.add_task(description, total=total)
         yield lambda units=1: progress.advance(task, units)
 
