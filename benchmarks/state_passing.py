@@ -359,8 +359,8 @@ def plot(results: dict, length: int, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line."""
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     part = commands.add_parser("tokenise", help="write the ids of text files as one array")
@@ -385,7 +385,12 @@ def main(arguments: list[str] | None = None) -> None:
     part.add_argument("--window", type=int, default=32768, help="tokens of an evaluated sequence")
     part.add_argument("--windows", type=int, default=24)
     part.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Do what the command line says."""
+    args = parse(arguments)
     if args.command == "tokenise":
         tokenise(args.files, args.output)
     else:

@@ -409,3 +409,18 @@ def test_tbtt_needs_text(recipe_dict, write_recipe, tmp_path):
     recipe_dict["stages"][0] |= {"data": {"kind": "instruction", "files": [str(path)]}, "state": {"kind": "tbtt"}}
     with pytest.raises(UserError, match=r"stages\[0\]\.state: tbtt needs data of kind text"):
         load_recipe(write_recipe(recipe_dict))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_cuda_each_kind_trains_under_autocast(kind, trainer_of, stage_of, small_model, tmp_path):
+    seen = spy(small_model)
+    with quiet_transformers():
+        trainer_of(stage_of(kind, gradient_checkpointing=True), steps=3).train()
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "stage" / "log.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    for started, left in seen[1:]:
+        for state in (*(started or ()), *(left or ())):
+            assert state.recurrent_state.is_cuda
+            assert state.recurrent_state.dtype == torch.float32
+            assert torch.isfinite(state.recurrent_state).all()
