@@ -1,8 +1,8 @@
 """Model surgery that gives pretrained Mamba2 language models a metaplastic memory.
 
-Every verb of the command line is a function of the same name here: `analyze`, `replace`, `train`,
-`export`, `diagnose`, `demo`, `doctor`. They are imported on first use, because torch and transformers take seconds
-to import.
+Every verb of the command line is a function of the same name here: `analyze`, `replace`, `train`, `export`,
+`diagnose`, `compare`, `demo`, `doctor`; `eval` is `evaluate`, since Python has an `eval` of its own. They are imported
+on first use, because torch and transformers take seconds to import.
 """
 
 from importlib import import_module
@@ -12,8 +12,10 @@ from palimpsa_surgery._version import __version__
 
 if TYPE_CHECKING:
     from palimpsa_surgery.stages.demo import demo
+    from palimpsa_surgery.stages.evaluation import evaluate
     from palimpsa_surgery.stages.pipeline import train
     from palimpsa_surgery.surgery.analysis import analyze
+    from palimpsa_surgery.surgery.comparison import compare
     from palimpsa_surgery.surgery.diagnosis import diagnose
     from palimpsa_surgery.surgery.doctor import doctor
     from palimpsa_surgery.surgery.export import export
@@ -24,12 +26,14 @@ _VERBS = {
     "replace": "palimpsa_surgery.surgery.replacement",
     "train": "palimpsa_surgery.stages.pipeline",
     "export": "palimpsa_surgery.surgery.export",
+    "evaluate": "palimpsa_surgery.stages.evaluation",
     "diagnose": "palimpsa_surgery.surgery.diagnosis",
+    "compare": "palimpsa_surgery.surgery.comparison",
     "demo": "palimpsa_surgery.stages.demo",
     "doctor": "palimpsa_surgery.surgery.doctor",
 }
 
-__all__ = ["__version__", "analyze", "demo", "diagnose", "doctor", "export", "replace", "train"]
+__all__ = ["__version__", "analyze", "compare", "demo", "diagnose", "doctor", "evaluate", "export", "replace", "train"]
 
 
 def __getattr__(name: str) -> Any:

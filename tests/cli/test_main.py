@@ -19,9 +19,12 @@ OPTIONS = {
     "replace": "--analysis --data --device --dry-run --importance-target --init --layers --max-drift --min-window "
     "--output --overwrite --seed --tokenizer --top-k MODEL MORE_DATA",
     "train": "--dry-run --max-steps --output --recipe --seed --stage --tokenizer CHECKPOINT",
-    "export": "--max-length --output --overwrite --private --push-to-hub --tokenizer SOURCE",
+    "export": "--max-length --output --overwrite --private --push-to-hub --results --tokenizer SOURCE",
+    "eval": "--allow-longer --batch-size --device --dtype --lengths --limit --max-length --output --overwrite --preset "
+    "--tasks --tokenizer MODEL",
     "diagnose": "--data --device --distance --max-length --output --overwrite --piece-length --remembrance-length "
     "--remembrance-points --sequences --tokenizer MODEL MORE_DATA",
+    "compare": "--data --device --dtype --max-length --output --overwrite --sequences --tokenizer ITEMS",
     "demo": "--output --overwrite",
     "doctor": "--device",
 }

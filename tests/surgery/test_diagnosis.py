@@ -15,8 +15,9 @@ from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCa
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.surgery import remembrance
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer
-from palimpsa_surgery.surgery.diagnosis import Diagnosis, diagnose, log_edges, run_sequence
+from palimpsa_surgery.surgery.diagnosis import Diagnosis, diagnose
 from palimpsa_surgery.surgery.diagnosis_plots import diagnosis_report, plot_importance_ratio, plot_states, plot_windows
+from palimpsa_surgery.surgery.position_loss import log_edges, run_sequence
 from palimpsa_surgery.surgery.remembrance import DISTANCES, effective_remembrance, log_spaced, remembrance_starts
 from palimpsa_surgery.surgery.state_statistics import StateStatistics
 from palimpsa_surgery.surgery.windows import observing

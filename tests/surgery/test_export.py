@@ -30,9 +30,10 @@ import palimpsa_surgery.hf_models
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.pipeline import train
 from palimpsa_surgery.surgery import upload
-from palimpsa_surgery.surgery.checkpoints import load_model, open_source
+from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, open_source
 from palimpsa_surgery.surgery.export import AUTO_MAP, Export, code_files, export, without_paths
 from palimpsa_surgery.surgery.replacement import replace
+from surgery.test_results import make_evaluation
 
 PACKAGE = Path(palimpsa_surgery.hf_models.__file__).parents[1]
 IDS = torch.tensor([[1205, 263, 3122, 1004, 17, 1205, 263, 99]])
@@ -366,6 +367,30 @@ def test_the_card_says_what_the_model_is(exported):
     code = re.search(r"```python\n(.*?)```", body, re.DOTALL)[1].replace(exported.path.name, str(exported.path))
     compile(code, "card", "exec")
     assert "trust_remote_code=True" in code
+
+
+def test_the_card_shows_results_of_these_weights(hybrid, exported, tmp_path):
+    weights = fingerprint(load_model(hybrid))
+    for name, of in (("mine", weights), ("other", "f00")):
+        (tmp_path / name).mkdir()
+        make_evaluation(model_fingerprint=of, limit=20).save(tmp_path / name)
+    done = export(hybrid, tmp_path / "out", results=[tmp_path / "mine"])
+    header, body = (done.path / "README.md").read_text().split("---\n")[1:]
+    table = body.split("## Evaluation")[1].split("## ")[0]
+    assert "| N-1 (%) ↑ | 94.44 | 80.00 |" in table
+    assert "at most 20 documents of each; up to 8,704 tokens, 7 documents cut from the left" in table
+    assert "Note: something is missing" in table
+    (model,) = yaml.safe_load(header)["model-index"]
+    shown = [(r["dataset"]["name"], m["name"], m["value"]) for r in model["results"] for m in r["metrics"]]
+    assert shown == [
+        ("niah_single_1", "N-1 4,096", 94.44),
+        ("niah_single_1", "N-1 8,192", 80.0),
+        ("ruler_vt", "VT 4,096", 33.5),
+    ]
+    assert "model-index" not in (exported.path / "README.md").read_text()
+    with pytest.raises(UserError, match=r"other holds results of other weights, those of models/hybrid"):
+        export(hybrid, tmp_path / "again", results=[tmp_path / "mine", tmp_path / "other"])
+    assert not (tmp_path / "again").exists()
 
 
 class TestRefusals:

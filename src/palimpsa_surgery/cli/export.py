@@ -22,6 +22,10 @@ def export(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder, tokenizer.json or Hub id, if SOURCE brings no tokenizer.")
     ] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Results of `eval` for the model card; give it again for more."),
+    ] = None,
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="ID", help="Also upload to this Hugging Face repository.")
     ] = None,
@@ -43,6 +47,7 @@ def export(
         output,
         max_length=max_length,
         tokenizer=tokenizer,
+        results=results or (),
         push_to_hub=push_to_hub,
         private=private,
         overwrite=overwrite,

@@ -227,6 +227,11 @@ def resolve_device(device: str | None) -> torch.device:
     return chosen
 
 
+def device_name(device: torch.device) -> str:
+    """A GPU's name, else the kind of the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def analyze(
     model: str | os.PathLike,
     data: str | os.PathLike | Sequence[str | os.PathLike],

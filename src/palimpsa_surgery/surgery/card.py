@@ -1,13 +1,15 @@
 """The model card of an export: what a stranger needs to know, written from what the run and surgery recorded."""
 
 import re
+from collections.abc import Sequence
 from importlib.metadata import requires
 from pathlib import Path, PurePath
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from palimpsa_surgery._version import __version__
+from palimpsa_surgery.surgery.results import Evaluation, conditions, markdown_table, score_table
 
 PAPERS = {
     "Palimpsa": "https://arxiv.org/abs/2602.09075",
@@ -24,6 +26,7 @@ def model_card(
     *,
     surgery: dict[str, Any],
     run: dict[str, Any] | None,
+    evaluations: Sequence[Evaluation],
     untrained: bool,
     parameters: int,
     figure: bool,
@@ -35,6 +38,7 @@ def model_card(
         config: its `config.json`.
         surgery: its `surgery.json`, or {} where none was recorded.
         run: its training run's `run.json`, the recipe itself under `recipe`; None where there is none at hand.
+        evaluations: what `eval` measured on these weights.
         untrained: whether the weights are known to be those that the surgery gave.
         parameters: number of parameters, tied ones counted once.
         figure: whether `windows.png` lies beside the card.
@@ -45,13 +49,13 @@ def model_card(
     base, hub_base = _base_model(surgery, run)
     layers = config.get("palimpsa_layers") or []
     sections = [
-        _header(hub_base, layers),
+        _header(name, hub_base, layers, evaluations),
         f"# {name}\n",
         _introduction(base, hub_base, config, layers, parameters),
         _usage(name, layers),
         _layers(config, surgery, layers, figure),
         _training(run, untrained),
-        _evaluation(run),
+        _evaluation(run, evaluations),
         _licences(hub_base, run, layers),
     ]
     return "\n".join(section for section in sections if section)
@@ -71,15 +75,34 @@ def _license(hub_base: str | None) -> str | None:
     return next((spdx for pattern, spdx in LICENSES.items() if pattern.fullmatch(hub_base or "")), None)
 
 
-def _header(hub_base: str | None, layers: list[int]) -> str:
+def _header(name: str, hub_base: str | None, layers: list[int], evaluations: Sequence[Evaluation]) -> str:
     data = ModelCardData(
+        model_name=name if evaluations else None,  # the Hub shows results under it
         base_model=hub_base,
         license=_license(hub_base),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["mamba2", *(["palimpsa", "custom_code"] if layers else []), "state-space-model", "palimpsa-surgery"],
+        eval_results=_eval_results(evaluations) or None,
     )
     return f"---\n{data.to_yaml()}\n---\n"
+
+
+def _eval_results(evaluations: Sequence[Evaluation]) -> list[EvalResult]:
+    """The Hub's metadata for the scores of single tasks whose data have a name."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=evaluation.tasks[score.task].dataset or score.task,
+            dataset_name=score.task,
+            metric_type="perplexity" if score.unit == "perplexity" else "score",
+            metric_name=f"{score.name} {score.column}".strip(),
+            metric_value=score.value,
+        )
+        for evaluation in evaluations
+        for score in evaluation.scores
+        if score.task is not None
+    ]
 
 
 def _introduction(
@@ -187,11 +210,16 @@ def _data_names(data: dict[str, Any]) -> str:
     return f"{data['kind']}: " + ", ".join(f"`{PurePath(file).name}`" for file in data["files"])
 
 
-def _evaluation(run: dict[str, Any] | None) -> str:
-    if run is None:
+def _evaluation(run: dict[str, Any] | None, evaluations: Sequence[Evaluation]) -> str:
+    if run is None and not evaluations:
         return ""
-    lines = [
-        "## Evaluation\n",
+    lines = ["## Evaluation\n"]
+    for evaluation in evaluations:
+        lines += [conditions(evaluation) + "\n", *markdown_table(score_table(evaluation)), ""]
+        lines += [f"Note: {note}\n" for note in evaluation.notes]
+    if run is None:
+        return "\n".join(lines)
+    lines += [
         "Held-out text of each stage's data, which training did not see, before and after the stage.\n",
         "| stage | loss before (nats per token) | after | perplexity before | after |",
         "|---|---|---|---|---|",

@@ -1,62 +1,40 @@
 """What a model does with long text: perplexity by position, remembrance, and what its states go through."""
 
 import json
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.hf_models import PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.surgery.analysis import resolve_device, to_json
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
 from palimpsa_surgery.surgery.diagnosis_plots import plot_diagnosis
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.position_loss import (
+    BINS_PER_OCTAVE,
+    LossByPosition,
+    PositionLoss,
+    Sequences,
+    log_edges,
+    mean_and_error,
+    run_sequence,
+)
 from palimpsa_surgery.surgery.progress import progress_bar
 from palimpsa_surgery.surgery.remembrance import DISTANCES, effective_remembrance, remembrance_starts
-from palimpsa_surgery.surgery.state_statistics import Importance, LayerDiagnosis, StateStatistics, rounded
-from palimpsa_surgery.surgery.text import check_text_files, iter_token_blocks
+from palimpsa_surgery.surgery.state_statistics import Importance, LayerDiagnosis, StateStatistics
+from palimpsa_surgery.surgery.text import check_text_files
 from palimpsa_surgery.surgery.windows import observing
 
 VERSION = 1
 DIAGNOSIS_FILE = "diagnosis.json"
 
-_LOGITS = 1 << 23  # logits held at once
-_BINS_PER_OCTAVE = 4  # of the positions of the perplexity
 _SAMPLES_PER_OCTAVE = 2  # of the positions at which states are looked at
 _FIRST_SAMPLE = 16
-
-
-@dataclass(frozen=True)
-class PositionLoss:
-    """Loss by position, in bins of positions: the bin i covers `starts[i]` to `ends[i] - 1`.
-
-    Attributes:
-        starts, ends: positions of the predicted tokens; the first token of a sequence, at 0, is not predicted.
-        tokens: predictions in each bin, over all sequences.
-        nll_sums: sum of their negative log likelihoods, in nats, not rounded.
-        perplexity: exp of their mean (2507.02782 section 3.1: the mean comes before the exp).
-        standard_errors: of the mean negative log likelihood, from the spread over sequences; None for a single one.
-    """
-
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
-    tokens: tuple[int, ...]
-    nll_sums: tuple[float, ...]
-    perplexity: tuple[float, ...]
-    standard_errors: tuple[float, ...] | None
-
-    @property
-    def nll(self) -> list[float]:
-        """Mean negative log likelihood of each bin, in nats."""
-        return [total / tokens for total, tokens in zip(self.nll_sums, self.tokens, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -87,6 +65,7 @@ class Diagnosis:
         model_fingerprint: hash of its weights.
         sequences: number of texts, each of which starts from empty states.
         sequence_length: tokens of each.
+        text_fingerprint: hash of their token ids.
         loss: by position.
         remembrance: of the ends of the same texts' beginnings.
         positions: numbers of tokens after which the states were sampled.
@@ -97,6 +76,7 @@ class Diagnosis:
     model_fingerprint: str
     sequences: int
     sequence_length: int
+    text_fingerprint: str
     loss: PositionLoss
     remembrance: Remembrance
     positions: tuple[int, ...]
@@ -210,36 +190,29 @@ def diagnose(
     Raises:
         UserError: any mistake in the above; text too short for one sequence; a prediction that is not finite.
     """
-    texts = [data] if isinstance(data, str | os.PathLike) else list(data)
-    check_output_directory(output, overwrite=overwrite, inputs=[model, tokenizer, *texts])
+    given = [data] if isinstance(data, str | os.PathLike) else list(data)
+    check_output_directory(output, overwrite=overwrite, inputs=[model, tokenizer, *given])
     if remembrance_length is None:
         remembrance_length = min(max_length, 8192)
     _check_lengths(max_length, sequences, piece_length, remembrance_length, remembrance_points)
     if distance not in DISTANCES:
         raise UserError(f"unknown distance {distance!r} (known: {', '.join(DISTANCES)})")
-    files = check_text_files(texts)
+    files = check_text_files(given)
     where = resolve_device(device)
     source = open_source(model)
-    blocks = iter_token_blocks(
-        files, load_tokenizer(source, tokenizer), sequence_length=max_length, max_tokens=sequences * max_length
-    )
-    first = next(blocks)  # so that unusable text is reported before weights are read
-    if len(first) < max_length:
-        names = ", ".join(map(str, files))
-        raise UserError(f"text too short: {names} gave {len(first)} tokens, one sequence needs {max_length}")
+    # Unusable text is reported before weights are read.
+    texts = Sequences(files, load_tokenizer(source, tokenizer), length=max_length, at_most=sequences)
     network = load_model(source, device=where)
 
     samples = log_edges(min(_FIRST_SAMPLE, max_length), max_length, _SAMPLES_PER_OCTAVE)
     states = StateStatistics(network, samples)
-    losses = LossByPosition(log_edges(1, max_length, _BINS_PER_OCTAVE))
+    losses = LossByPosition(log_edges(1, max_length, BINS_PER_OCTAVE))
     starts = remembrance_starts(remembrance_length, remembrance_points)
     distances: list[Tensor] = []
     total = sequences * (max_length + sum(remembrance_length - start for start in starts))
     with torch.inference_mode(), progress_bar("diagnosing", total) as advance:
-        for block in chain([first], blocks):
-            if len(block) < max_length:  # the end of the text
-                break
-            ids = torch.tensor(block, device=where)
+        for ids in texts:
+            ids = ids.to(where)
             try:
                 with observing(network, states):
                     for nll in run_sequence(network, ids, piece_length, states):
@@ -261,12 +234,13 @@ def diagnose(
             except torch.OutOfMemoryError:
                 raise UserError(f"{where} has too little memory for pieces of {piece_length} tokens") from None
 
-    values, errors = _mean_and_error(torch.stack(distances))
+    values, errors = mean_and_error(torch.stack(distances))
     diagnosis = Diagnosis(
         model=source.name,
         model_fingerprint=fingerprint(network),
-        sequences=len(distances),
+        sequences=texts.count,
         sequence_length=max_length,
+        text_fingerprint=texts.fingerprint,
         loss=losses.summary(),
         remembrance=Remembrance(distance, remembrance_length, tuple(starts), values, errors),
         positions=tuple(samples),
@@ -292,103 +266,3 @@ def _check_lengths(
             raise UserError(f"{name} must be at least {least}, got {value}")
     if remembrance_length > max_length:
         raise UserError(f"remembrance length {remembrance_length} exceeds max length {max_length}")
-
-
-def log_edges(first: int, last: int, per_octave: int) -> list[int]:
-    """Whole numbers from `first` to `last`, both included, about `per_octave` to a doubling as far as there are any."""
-    steps = math.ceil(math.log2(last / first) * per_octave)
-    edges = sorted({first, *(round(first * 2 ** (step / per_octave)) for step in range(steps)), last})
-    if len(edges) > 2 and 2 * (edges[-1] - edges[-2]) < edges[-2] - edges[-3]:
-        del edges[-2]  # rather a wider last bin than a narrow one
-    return edges
-
-
-def run_sequence(
-    model: PalimpsaMamba2ForCausalLM, ids: Tensor, piece_length: int, statistics: StateStatistics
-) -> Iterator[Tensor]:
-    """Run a text from empty states, in pieces; yield the negative log likelihoods of each piece's next tokens.
-
-    Args:
-        ids: [T].
-        piece_length: tokens of a piece at most; pieces also end wherever `statistics` samples the states.
-        statistics: is shown the states. It sees the mixers only if it observes them.
-
-    Yields:
-        [tokens of the piece] float32: the entry i of the sequence belongs to the token at i + 1, and T - 1 has none.
-
-    Raises:
-        UserError: a prediction is NaN or infinite; the message names its position.
-    """
-    statistics.start_sequence()
-    states = None
-    for start, end in _pieces(statistics.positions, piece_length):
-        output = model.backbone(ids[None, start:end], initial_states=states, return_final_states=True, use_cache=False)
-        states = output.final_states
-        yield _next_token_nll(model, output.last_hidden_state[0], ids[start + 1 : end + 1], start)
-        statistics.finish_piece(end, states)
-
-
-def _pieces(positions: Sequence[int], piece_length: int) -> Iterator[tuple[int, int]]:
-    for low, high in pairwise([0, *positions]):
-        for start in range(low, high, piece_length):
-            yield start, min(start + piece_length, high)
-
-
-def _next_token_nll(model: PalimpsaMamba2ForCausalLM, hidden: Tensor, targets: Tensor, start: int) -> Tensor:
-    """-log q of the targets, [len(targets)], from hidden states [T, hidden_size] of the positions from `start`."""
-    parts = [hidden.new_empty(0, dtype=torch.float32)]
-    size = max(1, _LOGITS // model.config.vocab_size)  # the logits of a long piece need not exist at once
-    for states, ids in zip(hidden[: len(targets)].split(size), targets.split(size), strict=True):
-        parts.append(F.cross_entropy(model.lm_head(states).float(), ids, reduction="none"))
-    nll = torch.cat(parts)
-    bad = (~torch.isfinite(nll)).nonzero()
-    if len(bad):
-        raise UserError(f"logits at position {start + int(bad[0])} are NaN or infinite")
-    return nll
-
-
-class LossByPosition:
-    """Sums negative log likelihoods in bins of positions, one sequence after another."""
-
-    def __init__(self, edges: Sequence[int]) -> None:
-        """Prepare bins from `edges[i]` to `edges[i + 1] - 1`."""
-        self.edges = list(edges)
-        self.sequences: list[Tensor] = []
-        self._start_sequence()
-
-    def _start_sequence(self) -> None:
-        self.position = 1  # of the next token to be predicted
-        self.sums = torch.zeros(len(self.edges) - 1, dtype=torch.float64)
-
-    def add(self, nll: Tensor) -> None:
-        """Add the losses of the next positions, [T]."""
-        positions = torch.arange(self.position, self.position + len(nll))
-        bins = torch.searchsorted(torch.tensor(self.edges), positions, right=True) - 1
-        self.sums.index_add_(0, bins, nll.double().cpu())
-        self.position += len(nll)
-
-    def finish_sequence(self) -> None:
-        """End a sequence, which must have reached the last bin's end."""
-        self.sequences.append(self.sums)
-        self._start_sequence()
-
-    def summary(self) -> PositionLoss:
-        """The bins over all sequences, of which there must be one."""
-        sums = torch.stack(self.sequences)  # [sequences, bins]
-        widths = torch.tensor(self.edges).diff()
-        tokens = widths * len(sums)
-        _, errors = _mean_and_error(sums / widths)
-        return PositionLoss(
-            starts=tuple(self.edges[:-1]),
-            ends=tuple(self.edges[1:]),
-            tokens=tuple(tokens.tolist()),
-            nll_sums=tuple(sums.sum(0).tolist()),
-            perplexity=rounded((sums.sum(0) / tokens).exp()),
-            standard_errors=errors,
-        )
-
-
-def _mean_and_error(values: Tensor) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
-    """Mean over the rows of [sequences, n] and its standard error; None if there is only one row."""
-    count = len(values)
-    return rounded(values.mean(0)), rounded(values.std(0) / math.sqrt(count)) if count > 1 else None

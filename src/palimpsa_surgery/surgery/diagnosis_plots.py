@@ -57,7 +57,7 @@ def plot_perplexity(diagnosis: "Diagnosis", path: Path) -> None:
     loss = diagnosis.loss
     figure = _figure(6.4, 3.8)
     axes = figure.subplots()
-    at, perplexity, nll = _centres(loss.starts, loss.ends), np.array(loss.perplexity), np.array(loss.nll)
+    at, perplexity, nll = centres(loss.starts, loss.ends), np.array(loss.perplexity), np.array(loss.nll)
     axes.plot(at, perplexity, "o-", color=_LINE, linewidth=1.5, markersize=2.8, zorder=3)
     if loss.standard_errors is not None:
         low, high = (np.exp(nll + sign * np.array(loss.standard_errors)) for sign in (-1, 1))
@@ -68,11 +68,11 @@ def plot_perplexity(diagnosis: "Diagnosis", path: Path) -> None:
     axes.set_xlim(0.9, loss.ends[-1] * 1.1)
     settled = perplexity[at >= 16] if at[-1] >= 64 else perplexity
     axes.set_ylim(settled.min() / 1.6, settled.max() * 1.6)
-    _number_ticks(axes.xaxis, 1, loss.ends[-1])
-    _number_ticks(axes.yaxis, *axes.get_ylim())
+    number_ticks(axes.xaxis, 1, loss.ends[-1])
+    number_ticks(axes.yaxis, *axes.get_ylim())
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("perplexity")
-    _finish(axes)
+    finish(axes)
     figure.suptitle(f"Perplexity by position of {shortened(diagnosis.model)}", fontsize=11)
     figure.savefig(path)
 
@@ -95,10 +95,10 @@ def plot_remembrance(diagnosis: "Diagnosis", path: Path) -> None:
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(0.9, remembrance.length * 1.1)
-        _number_ticks(axes.xaxis, 1, remembrance.length)
-        _finish(axes)
+        number_ticks(axes.xaxis, 1, remembrance.length)
+        finish(axes)
     left.set_ylim(bottom=floor / 1.2)
-    _number_ticks(left.yaxis, *left.get_ylim())
+    number_ticks(left.yaxis, *left.get_ylim())
     left.set_ylabel(f"EffRem, {DISTANCE_NAMES[remembrance.distance]}")
     left.set_xlabel("tokens taken away from the front, $t$")
     right.invert_xaxis()
@@ -232,7 +232,7 @@ def _plot_layers(
     bar = figure.colorbar(mesh, ax=right, pad=0.02, aspect=28)
     bar.outline.set_visible(False)
     if log:
-        _number_ticks(bar.ax.yaxis, norm.vmin, norm.vmax)
+        number_ticks(bar.ax.yaxis, norm.vmin, norm.vmax)
     when = "over all tokens" if values.ndim == 2 else f"at {diagnosis.positions[-1]:,} tokens"
     left.set_title("median over heads" if values.ndim == 2 else _BANDED, fontsize=9)
     right.set_title(f"by head, {when}", fontsize=9)
@@ -283,7 +283,8 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _finish(axes: Axes) -> None:
+def finish(axes: Axes) -> None:
+    """Give a panel its grid and take away what frames it."""
     axes.grid(color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -292,10 +293,10 @@ def _finish(axes: Axes) -> None:
 def _position_axis(axes: Axes, positions: Sequence[int], *, label: bool) -> None:
     axes.set_xscale("log")
     axes.set_xlim(positions[0] / 1.05, positions[-1] * 1.05)
-    _number_ticks(axes.xaxis, positions[0], positions[-1])
+    number_ticks(axes.xaxis, positions[0], positions[-1])
     if label:
         axes.set_xlabel("position (tokens)")
-    _finish(axes)
+    finish(axes)
 
 
 def _layer_colours(layers: Sequence["LayerDiagnosis"]) -> np.ndarray:
@@ -326,7 +327,7 @@ def _layer_at(layers: Sequence["LayerDiagnosis"], row: float) -> str:
     return str(layers[int(row)].layer) if inside else ""
 
 
-def _centres(starts: Sequence[int], ends: Sequence[int]) -> np.ndarray:
+def centres(starts: Sequence[int], ends: Sequence[int]) -> np.ndarray:
     """Geometric centres of bins of whole numbers."""
     return np.sqrt(np.array(starts, dtype=float) * (np.array(ends, dtype=float) - 1))
 
@@ -341,10 +342,10 @@ def _log_axis(axes: Axes, values: np.ndarray) -> None:
     """Make y logarithmic, with plain numbers, unless there is nothing above zero to show."""
     if (values > 0).any():
         axes.set_yscale("log")
-        _number_ticks(axes.yaxis, *axes.get_ylim())
+        number_ticks(axes.yaxis, *axes.get_ylim())
 
 
-def _number_ticks(axis: Axis, low: float, high: float) -> None:
+def number_ticks(axis: Axis, low: float, high: float) -> None:
     """Plain numbers at a log axis's ticks; the less it spans, the more ticks."""
     decades = abs(math.log10(high / low)) if low > 0 and high > 0 else 1.0
     steps = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePath
@@ -27,6 +28,7 @@ from palimpsa_surgery.surgery.checkpoints import (
     save_checkpoint,
 )
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.results import Evaluation
 from palimpsa_surgery.surgery.upload import check_repo_id, upload_folder
 from palimpsa_surgery.surgery.weights import read_json
 
@@ -74,6 +76,7 @@ def export(
     *,
     max_length: int | None = None,
     tokenizer: str | os.PathLike | None = None,
+    results: Sequence[str | os.PathLike] = (),
     push_to_hub: str | None = None,
     private: bool = False,
     overwrite: bool = False,
@@ -89,14 +92,16 @@ def export(
             harnesses cut their inputs to it. By default the longest stage of the run, else what the source
             states, else 2,048.
         tokenizer: folder, tokenizer.json or Hub id, where the source does not bring its own.
+        results: folders that `eval` wrote for these weights, to be shown in the model card.
         push_to_hub: id of a Hub repository, `name` or `owner/name`, to upload the folder to; it is created
             if need be.
         private: create that repository as a private one.
         overwrite: replace `output` if it is not empty.
 
     Raises:
-        UserError: the source is no such folder, or its run is not finished, or it is in a native format; the
-            output cannot be written; or the upload failed, after the folder was written.
+        UserError: the source is no such folder, or its run is not finished, or it is in a native format; a
+            result is none of `eval`'s or of other weights; the output cannot be written; or the upload failed, after
+            the folder was written.
     """
     if max_length is not None and max_length < 1:
         raise UserError(f"--max-length must be at least 1, got {max_length}")
@@ -105,7 +110,8 @@ def export(
     if push_to_hub is not None:
         check_repo_id(push_to_hub)
     source = Path(source)
-    check_output_directory(output, overwrite=overwrite, inputs=[source, tokenizer])
+    check_output_directory(output, overwrite=overwrite, inputs=[source, tokenizer, *results])
+    evaluations = [Evaluation.load(result) for result in results]
     folder, run = resolve_run(source)
     check_output_directory(output, overwrite=overwrite, inputs=[folder])
     opened = open_source(folder)
@@ -118,6 +124,10 @@ def export(
     length, reason = _choose_length(max_length, run, opened)
 
     model, words = load_model(opened, dtype=opened.dtype), load_tokenizer(opened, tokenizer)
+    weights = fingerprint(model)
+    for result, evaluation in zip(results, evaluations, strict=True):
+        if evaluation.model_fingerprint != weights:
+            raise UserError(f"{os.fspath(result)} holds results of other weights, those of {evaluation.model}")
     model.config.max_position_embeddings = words.model_max_length = length
     model.config.auto_map = dict(AUTO_MAP)  # dropped again when what is written is transformers' own Mamba2
     output = Path(output)
@@ -141,7 +151,8 @@ def export(
             written,
             surgery=surgery,
             run=run,
-            untrained=surgery.get("fingerprint") == fingerprint(model),
+            evaluations=evaluations,
+            untrained=surgery.get("fingerprint") == weights,
             parameters=model.num_parameters(),
             figure=(work / "windows.png").is_file(),
         )

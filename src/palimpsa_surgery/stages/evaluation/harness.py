@@ -1,0 +1,195 @@
+"""lm-eval found, its tasks found and loaded: each way that can fail is one clear line."""
+
+import difflib
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.stages.evaluation.presets import PRESETS, SHORTEST, Preset
+from palimpsa_surgery.surgery.hub import hub_problem
+from palimpsa_surgery.surgery.weights import one_line
+
+if TYPE_CHECKING:
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+
+INSTALL = "pip install 'palimpsa-surgery[eval]'"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What to run.
+
+    Attributes:
+        name: the preset's, or that of the file or folder.
+        preset: None for a file or folder.
+        tasks: names of tasks and groups, in order.
+        folders: where their YAML files are.
+    """
+
+    name: str
+    preset: Preset | None
+    tasks: tuple[str, ...]
+    folders: tuple[Path, ...]
+
+
+def require_lm_eval(packages: Sequence[str] = ()) -> None:
+    """Import lm-eval and what a preset needs besides it.
+
+    Raises:
+        UserError: one of them is not installed, or cannot be imported.
+    """
+    for package in ("lm_eval", "lm_eval.models.huggingface", *packages):
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # half an installation fails in any way it likes
+            absent = isinstance(error, ModuleNotFoundError) and error.name == package.partition(".")[0]
+            what = "is not installed" if absent else f"cannot be imported ({type(error).__name__}: {one_line(error)})"
+            raise UserError(f"eval needs {package.partition('.')[0]}, which {what}: {INSTALL}") from None
+
+
+def find_suite(preset: str, only: Sequence[str] | None = None) -> Suite:
+    """Find the tasks of a preset, or of a task file or folder in lm-eval's YAML format.
+
+    Args:
+        preset: its name, or the path.
+        only: run only these of its tasks.
+
+    Raises:
+        UserError: there is no such preset, file or task, or the file is none of lm-eval's.
+    """
+    if preset in PRESETS:
+        found = PRESETS[preset]
+        names = list(found.tasks)
+        chosen = _choose(names, only, f"preset {preset}")
+        import lm_eval.tasks
+
+        root = Path(lm_eval.tasks.__file__).parent
+        return Suite(preset, found, chosen, tuple(root / folder for folder in dict.fromkeys(found.tasks.values())))
+    path = Path(preset).expanduser()
+    if path.is_dir():
+        from lm_eval.tasks import TaskManager
+
+        manager = TaskManager(include_path=str(path), include_defaults=False)
+        names = _top_level(manager)
+        if not names:
+            raise UserError(f"folder {preset} holds no task of lm-eval (a .yaml file that names its `task`)")
+        return Suite(path.resolve().name, None, _choose(names, only, f"folder {preset}"), (path,))
+    if path.is_file():
+        return Suite(path.stem, None, _choose([_task_name(path)], only, f"file {preset}"), (path.parent,))
+    close = difflib.get_close_matches(preset, PRESETS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"presets: {', '.join(PRESETS)}"
+    raise UserError(f"{preset!r} is no preset and no task file or folder ({hint})")
+
+
+def _choose(names: Sequence[str], only: Sequence[str] | None, where: str) -> tuple[str, ...]:
+    if only is None:
+        return tuple(names)
+    for name in only:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"tasks: {', '.join(names)}"
+            raise UserError(f"{where} has no task {name!r} ({hint})")
+    if not only:
+        raise UserError(f"no tasks of {where} are named (tasks: {', '.join(names)})")
+    return tuple(name for name in names if name in only)
+
+
+def _top_level(manager: "TaskManager") -> list[str]:
+    """Groups that no other group holds, and tasks that no group holds."""
+    index = manager.task_index
+    held: set[str] = set()
+    for group in manager.all_groups:
+        for child in index[group].cfg["task"]:
+            name = child if isinstance(child, str) else child.get("task")
+            held |= index[name].tags if name in manager.all_tags else {name}
+    return [name for name in [*manager.all_groups, *manager.all_subtasks] if name not in held]
+
+
+def _task_name(file: Path) -> str:
+    """Name of the task or group in a YAML file of lm-eval's."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    try:
+        content = load_yaml(file, resolve_func=False)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"task file {file} cannot be read: {one_line(error)}") from None
+    name = (content.get("task") or content.get("group")) if isinstance(content, Mapping) else None
+    if not isinstance(name, str) and not (isinstance(name, list) and isinstance(content.get("group"), str)):
+        raise UserError(f"task file {file} names no `task` or `group` of lm-eval")
+    return name if isinstance(name, str) else content["group"]
+
+
+def check_lengths(suite: Suite, lengths: Sequence[int]) -> None:
+    """See that the suite has lengths to choose, and that its generators end at these.
+
+    Raises:
+        UserError: neither is so.
+    """
+    if not (suite.preset and suite.preset.lengths):
+        having = ", ".join(name for name, preset in PRESETS.items() if preset.lengths)
+        raise UserError(f"{suite.name} has no lengths to choose (--lengths is for {having})")
+    if not lengths or min(lengths) < 1:
+        raise UserError(f"lengths must be numbers of tokens, at least 1, got {', '.join(map(str, lengths)) or 'none'}")
+    if len(set(lengths)) < len(lengths):
+        raise UserError(f"lengths are given twice: {', '.join(map(str, lengths))}")
+    for task in suite.tasks:
+        if min(lengths) < SHORTEST.get(task, 0):
+            raise UserError(f"{task} cannot be made with {min(lengths)} tokens: at least {SHORTEST[task]}")
+
+
+def load_tasks(suite: Suite, metadata: Mapping[str, Any]) -> "list[Task | Group]":
+    """Load the tasks and their data, which may be downloaded or made now.
+
+    Args:
+        metadata: what RULER's tasks make their data from.
+
+    Raises:
+        UserError: one cannot be loaded; the message names it and says why.
+    """
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(
+        include_path=[str(folder) for folder in suite.folders], include_defaults=False, metadata=dict(metadata) or None
+    )
+    loaded: list[Task | Group] = []
+    for name in suite.tasks:
+        try:
+            parts = manager.load([name])
+        except UserError:
+            raise
+        except Exception as error:  # of data sets, their hosts, generators, and functions of a task's own
+            config = manager.task_index[name].cfg if name in manager.task_index else {}
+            raise UserError(f"task {name}: {_load_problem(error, config or {})}") from None
+        loaded += [parts["groups"][name]] if name in parts.get("groups", {}) else parts["tasks"].values()
+    return loaded
+
+
+def _load_problem(error: Exception, config: Mapping[str, Any]) -> str:
+    """Say in a few words why a task could not be loaded."""
+    import requests
+
+    dataset = str(config.get("dataset_path") or "")
+    if isinstance(error, requests.RequestException):
+        host = re.search(r"https?://([^/\s'\"]+)|host='([^']+)'", str(error))
+        where = (host[1] or host[2]) if host else "its host"
+        return f"its data cannot be fetched: {where} cannot be reached (no network?)"
+    if isinstance(error, ImportError):
+        return f"it needs a package that is missing ({one_line(error)}): {INSTALL}"
+    local = dataset in ("json", "csv", "text", "parquet", "arrow")
+    if isinstance(error, FileNotFoundError) and (local or not dataset):
+        return f"its data cannot be read: {one_line(error)}"
+    of_hub = isinstance(error, ConnectionError) or type(error).__module__.startswith(("huggingface_hub", "datasets"))
+    if of_hub or isinstance(error, FileNotFoundError):
+        if named := re.search(r"'([\w.-]+/[\w.-]+)' on the Hub", str(error)):
+            dataset = named[1]
+        reason = "it is not in the local cache, and the Hub cannot be reached or is switched off (HF_HUB_OFFLINE)"
+        return f"its data set {dataset} cannot be fetched: {reason if 'Offline' in str(error) else hub_problem(error)}"
+    return f"it cannot be loaded ({type(error).__name__}: {one_line(error)})"

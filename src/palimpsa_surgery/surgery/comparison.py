@@ -1,0 +1,385 @@
+"""The verb `compare`: models, or results of `eval` and `diagnose`, side by side."""
+
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from palimpsa_surgery._version import __version__
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.hf_models import PalimpsaMamba2ForCausalLM
+from palimpsa_surgery.surgery.analysis import device_name, resolve_device, to_json
+from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
+from palimpsa_surgery.surgery.comparison_plots import comparison_markdown, plot_comparison
+from palimpsa_surgery.surgery.diagnosis import DIAGNOSIS_FILE, Diagnosis
+from palimpsa_surgery.surgery.dtypes import check_dtype, choose_dtype, dtype_name
+from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.position_loss import (
+    BINS_PER_OCTAVE,
+    LossByPosition,
+    PositionLoss,
+    Sequences,
+    log_edges,
+    run_sequence,
+)
+from palimpsa_surgery.surgery.progress import progress_bar
+from palimpsa_surgery.surgery.results import RESULTS_FILE, Evaluation
+from palimpsa_surgery.surgery.state_statistics import StateStatistics
+from palimpsa_surgery.surgery.text import check_text_files
+
+VERSION = 1
+COMPARISON_FILE = "comparison.json"
+
+_DECODED = 32  # tokens generated to measure the speed
+_REPEATS = 3  # of each measurement of speed, after one that is not counted
+
+
+@dataclass(frozen=True)
+class Text:
+    """What perplexities were measured on.
+
+    Attributes:
+        sequences, length: so many, of so many tokens each.
+        fingerprint: hash of the token ids.
+    """
+
+    sequences: int
+    length: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a model runs, one sequence at a time.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        prefill: tokens of the prompt read in a second, median of three runs.
+        decode: tokens generated in a second after it, one at a time, median of three runs of 32.
+    """
+
+    prompt_tokens: int
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model of a comparison, and what is known of it; None where that was neither given nor measured.
+
+    Attributes:
+        name: as the user gave it, or as the result names it.
+        fingerprint: hash of its weights, by which results of the same model are brought together.
+        loss: by position, on `text`.
+        state_bytes: of what it carries from one token to the next, one sequence, all layers.
+        evaluations: by preset.
+    """
+
+    name: str
+    fingerprint: str
+    parameters: int | None = None
+    palimpsa_layers: tuple[int, ...] | None = None
+    loss: PositionLoss | None = None
+    text: Text | None = None
+    speed: Speed | None = None
+    state_bytes: int | None = None
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` brought together; the content of a `comparison.json`.
+
+    Attributes:
+        subjects: at least two models, in the order given.
+        device: where speeds were measured; None if none was.
+        dtype: type of the measured models' parameters.
+    """
+
+    subjects: tuple[Subject, ...]
+    device: str | None
+    dtype: str | None
+
+    @property
+    def presets(self) -> list[str]:
+        """Presets that two or more were evaluated on."""
+        names = dict.fromkeys(preset for subject in self.subjects for preset in subject.evaluations)
+        return [name for name in names if sum(name in subject.evaluations for subject in self.subjects) > 1]
+
+    @property
+    def labels(self) -> list[str]:
+        """Short names: a folder's without those around it, unless two would be the same."""
+        short = [
+            s.name if s.name.count("/") == 1 and not Path(s.name).exists() else Path(s.name).name for s in self.subjects
+        ]
+        return [
+            s.name if short.count(name) > 1 or not name else name for s, name in zip(self.subjects, short, strict=True)
+        ]
+
+    def save(self, directory: str | os.PathLike) -> Path:
+        """Write `comparison.json` into an existing folder and return its path."""
+        path = Path(directory) / COMPARISON_FILE
+        subjects = [
+            {key: value for key, value in asdict(replace(subject, evaluations={})).items() if key != "evaluations"}
+            | {"evaluations": {name: e.model_dump(mode="json") for name, e in subject.evaluations.items()}}
+            for subject in self.subjects
+        ]
+        head = {"version": VERSION, "kind": "comparison", "palimpsa_surgery": __version__}
+        head |= {"date": datetime.date.today().isoformat(), "device": self.device, "dtype": self.dtype}
+        path.write_text(to_json(head | {"models": subjects}), encoding="utf-8")
+        return path
+
+
+def compare(
+    items: Sequence[str | os.PathLike],
+    output: str | os.PathLike,
+    *,
+    data: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    tokenizer: str | os.PathLike | None = None,
+    max_length: int = 2048,
+    sequences: int = 8,
+    device: str | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> Comparison:
+    """Bring models, or results of `eval` and `diagnose`, side by side.
+
+    Results are used as they are; models are measured: perplexity by position on `data`, speed, and bytes of state.
+    Results and models with the same weights become one column. Writes a folder with `comparison.json`,
+    `comparison.md` and `comparison.png`.
+
+    Args:
+        items: model folders or Hub ids, and folders or files that `eval` and `diagnose` wrote.
+        output: folder to write.
+        data: text files, needed where there is a model to measure.
+        tokenizer: folder, tokenizer.json or Hub id, where a model does not bring its own.
+        max_length: tokens per sequence of the text, and of the prompt whose speed is measured.
+        sequences: of text, at most.
+        device: such as "cpu" or "cuda:1"; default: a GPU if there is one.
+        dtype: of the measured models' parameters; default: their own type on a GPU, float32 elsewhere.
+        overwrite: replace `output` if it is not empty.
+
+    Raises:
+        UserError: any mistake in the above; items that are of fewer than two models, or that cannot be compared.
+    """
+    files = [] if data is None else [data] if isinstance(data, str | os.PathLike) else list(data)
+    check_output_directory(output, overwrite=overwrite, inputs=[*items, *files, tokenizer])
+    for name, value, least in (("max length", max_length, 2), ("number of sequences", sequences, 1)):
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, got {value}")
+    check_dtype(dtype)
+    where = resolve_device(device)
+    if len(items) < 2:
+        raise UserError(f"compare needs two models or results at least, got {len(items)}")
+    results = {index: read_result(item) for index, item in enumerate(items)}
+    models = [index for index, result in results.items() if result is None]
+    sources = {index: open_source(items[index]) for index in models}
+    if models and not files:
+        raise UserError(f"{items[models[0]]} is a model, to be measured on text: give --data FILE")
+    if files and not models:
+        raise UserError("--data is text to measure models on, but only results are given")
+    texts = check_text_files(files) if files else []
+    given = [result for result in results.values() if isinstance(result, Diagnosis)]
+    for found in given if models else ():
+        if (found.sequences, found.sequence_length) != (sequences, max_length):
+            raise UserError(
+                f"{found.model} was diagnosed on {found.sequences} sequences of {found.sequence_length} tokens: give "
+                f"--sequences {found.sequences} --max-length {found.sequence_length}"
+            )
+    subjects: dict[str, Subject] = {}
+    for index, item in enumerate(items):
+        result = results[index]
+        if result is None:
+            source = sources[index]
+            network = load_model(source, device=where, dtype=choose_dtype(dtype, source.dtype, where))
+            try:
+                part = measure(source.name, network, load_tokenizer(source, tokenizer), texts, max_length, sequences)
+            except torch.OutOfMemoryError:
+                raise UserError(f"{where} has too little memory for {source.name} at {max_length} tokens") from None
+            kind = dtype_name(network.dtype)
+            del network
+        else:
+            part = _subject(result)
+        subjects[part.fingerprint] = _merge(subjects.get(part.fingerprint), part, os.fspath(item))
+    done = Comparison(tuple(subjects.values()), device_name(where) if models else None, kind if models else None)
+    check_comparable(done)
+    with fresh_directory(output, overwrite=overwrite) as directory:
+        done.save(directory)
+        (directory / "comparison.md").write_text(comparison_markdown(done), encoding="utf-8")
+        plot_comparison(done, directory / "comparison.png")
+    return done
+
+
+def read_result(item: str | os.PathLike) -> Evaluation | Diagnosis | None:
+    """Read what `eval` or `diagnose` wrote; None if `item` is neither's, and so a model."""
+    path = Path(item)
+    readers: tuple[tuple[str, Callable], ...] = ((RESULTS_FILE, Evaluation.load), (DIAGNOSIS_FILE, Diagnosis.load))
+    found = [read for name, read in readers if path.name == name or (path / name).is_file()]
+    if len(found) > 1:
+        raise UserError(f"{path} holds both {RESULTS_FILE} and {DIAGNOSIS_FILE}: name the file")
+    if not found and path.is_file():
+        raise UserError(f"{path} is neither a {RESULTS_FILE} of `eval` nor a {DIAGNOSIS_FILE} of `diagnose`")
+    return found[0](path) if found else None
+
+
+def _subject(result: Evaluation | Diagnosis) -> Subject:
+    if isinstance(result, Evaluation):
+        return Subject(
+            name=result.model,
+            fingerprint=result.model_fingerprint,
+            parameters=result.parameters,
+            palimpsa_layers=result.palimpsa_layers,
+            evaluations={result.preset: result},
+        )
+    return Subject(
+        name=result.model,
+        fingerprint=result.model_fingerprint,
+        palimpsa_layers=tuple(result.palimpsa_layers),
+        loss=result.loss,
+        text=Text(result.sequences, result.sequence_length, result.text_fingerprint),
+    )
+
+
+def _merge(known: Subject | None, new: Subject, item: str) -> Subject:
+    """Bring together what is known of one model."""
+    if known is None:
+        return new
+    if twice := sorted(known.evaluations.keys() & new.evaluations.keys()):
+        raise UserError(f"{item}: there already are scores of {twice[0]} for these weights, those of {known.name}")
+    if new.speed is not None and known.speed is not None:
+        raise UserError(f"{item} has the same weights as {known.name}")
+    if new.loss is not None and known.loss is not None and new.speed is None and known.speed is None:
+        raise UserError(f"{item}: there already is a diagnosis of these weights, that of {known.name}")
+    measured = new if new.speed is not None else known  # a model measured now, if there is one
+    return Subject(
+        name=known.name,
+        fingerprint=known.fingerprint,
+        parameters=known.parameters or new.parameters,
+        palimpsa_layers=known.palimpsa_layers,
+        loss=measured.loss or known.loss or new.loss,
+        text=measured.text or known.text or new.text,
+        speed=measured.speed,
+        state_bytes=measured.state_bytes,
+        evaluations=known.evaluations | new.evaluations,
+    )
+
+
+def check_comparable(comparison: Comparison) -> None:
+    """See that what stands side by side was measured alike.
+
+    Raises:
+        UserError: there are fewer than two models, one has nothing in common with any other, or what they have in
+            common was measured on other text or under other conditions.
+    """
+    subjects = comparison.subjects
+    if len(subjects) < 2:
+        raise UserError(f"all items are of the same weights, those of {subjects[0].name}")
+    for subject in subjects:
+        others = [other for other in subjects if other is not subject]
+        if not any(
+            (subject.loss and other.loss) or subject.evaluations.keys() & other.evaluations.keys() for other in others
+        ):
+            kinds = [*subject.evaluations, *(["perplexities by position"] if subject.loss else [])]
+            raise UserError(f"{subject.name} has only {' and '.join(kinds)}, which no other has: nothing to compare")
+    for one, other in combinations(subjects, 2):
+        if one.text and other.text and one.text != other.text:
+            shapes = [f"{text.sequences} sequences of {text.length} tokens" for text in (one.text, other.text)]
+            difference = " against ".join(shapes) if shapes[0] != shapes[1] else "other text or another tokenizer"
+            raise UserError(f"{one.name} and {other.name} were measured on different text: {difference}")
+        for preset in one.evaluations.keys() & other.evaluations.keys():
+            if difference := _difference(one.evaluations[preset], other.evaluations[preset]):
+                raise UserError(f"{one.name} and {other.name} were evaluated differently on {preset}: {difference}")
+
+
+def _difference(one: Evaluation, other: Evaluation) -> str | None:
+    """The first condition that makes numbers incomparable, and its two values."""
+    for name, word in (("limit", "limit"), ("max_length", "length"), ("lengths", "lengths")):
+        first, second = getattr(one, name), getattr(other, name)
+        if first != second:
+            return f"{word} {first or 'none'} against {second or 'none'}"
+    if one.tasks.keys() != other.tasks.keys():
+        return f"task {sorted(one.tasks.keys() ^ other.tasks.keys())[0]} is in one only"
+    for task, first in one.tasks.items():
+        second = other.tasks[task]
+        for name in ("version", "num_fewshot", "documents"):
+            if getattr(first, name) != getattr(second, name):
+                return f"{task} has {name} {getattr(first, name)} against {getattr(second, name)}"
+    return None
+
+
+@torch.inference_mode()
+def measure(
+    name: str,
+    model: PalimpsaMamba2ForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Sequence[Path],
+    length: int,
+    sequences: int,
+) -> Subject:
+    """Measure a model: perplexity by position, speed and bytes of state.
+
+    Raises:
+        UserError: the text is too short for one sequence, or a prediction is not finite.
+    """
+    texts = Sequences(files, tokenizer, length=length, at_most=sequences)
+    losses = LossByPosition(log_edges(1, length, BINS_PER_OCTAVE))
+    with progress_bar(f"measuring {Path(name).name}", sequences * length) as advance:
+        for ids in texts:
+            try:
+                for nll in run_sequence(model, ids.to(model.device), 2048, StateStatistics(model, [length])):
+                    losses.add(nll)
+                    advance(len(nll))
+            except UserError as error:
+                raise UserError(f"model {name}: {error} (sequence {texts.count - 1})") from None
+            losses.finish_sequence()
+    return Subject(
+        name=name,
+        fingerprint=fingerprint(model),
+        parameters=model.num_parameters(),
+        palimpsa_layers=tuple(model.config.palimpsa_layers),
+        loss=losses.summary(),
+        text=Text(texts.count, length, texts.fingerprint),
+        speed=measure_speed(model, length),
+        state_bytes=bytes_of_states(model),
+    )
+
+
+@torch.inference_mode()
+def bytes_of_states(model: PalimpsaMamba2ForCausalLM) -> int:
+    """Bytes that the model carries from one token of a sequence to the next: recurrent states and conv tails."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    states = model.backbone(ids, return_final_states=True, use_cache=False).final_states
+    return sum(part.numel() * part.element_size() for state in states for part in state)
+
+
+@torch.inference_mode()
+def measure_speed(model: PalimpsaMamba2ForCausalLM, prompt_tokens: int) -> Speed:
+    """Time a prompt and the tokens after it, in a batch of one."""
+    ids = torch.arange(prompt_tokens, device=model.device)[None] % model.config.vocab_size
+    prefill, decode = [], []
+    for _ in range(_REPEATS + 1):
+        start = _now(model.device)
+        output = model(ids, use_cache=True, logits_to_keep=1)
+        prefill.append(_now(model.device) - start)
+        start = _now(model.device)
+        for _ in range(_DECODED):
+            output = model(output.logits.argmax(-1), cache=output.cache, use_cache=True)
+        decode.append(_now(model.device) - start)
+    return Speed(
+        prompt_tokens,
+        prefill=round(prompt_tokens / statistics.median(prefill[1:]), 1),
+        decode=round(_DECODED / statistics.median(decode[1:]), 1),
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,224 @@
+"""`compare`: what is measured against direct computations, and what may stand side by side."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.surgery import comparison as library
+from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer
+from palimpsa_surgery.surgery.comparison import Speed, bytes_of_states, compare
+from palimpsa_surgery.surgery.diagnosis import Diagnosis, diagnose
+from palimpsa_surgery.surgery.remembrance import state_bytes
+from palimpsa_surgery.surgery.results import Score
+from surgery.test_results import make_evaluation
+
+SIZES = {"max_length": 40, "sequences": 2}
+
+
+@pytest.fixture(scope="module")
+def hybrid(make_checkpoint) -> Path:
+    """Layer 1 of 3 is a Palimpsa layer; its other weights are those of `small_checkpoint`."""
+    return make_checkpoint(palimpsa_layers=[1])
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No clocks: the speeds of the first, second, ... model measured."""
+    speeds = iter([Speed(40, 1000.0, 50.0), Speed(40, 800.0, 40.0), Speed(40, 500.0, 45.0)])
+    monkeypatch.setattr(library, "measure_speed", lambda *_: next(speeds))
+
+
+@pytest.fixture
+def no_figure(monkeypatch):
+    monkeypatch.setattr(library, "plot_comparison", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def diagnosed(small_checkpoint, text_file, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("diagnosed") / "plain"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("palimpsa_surgery.surgery.diagnosis.plot_diagnosis", lambda *_: None)
+        diagnose(small_checkpoint, text_file, folder, remembrance_points=2, remembrance_length=2, **SIZES)
+    return folder
+
+
+def save(folder: Path, **changes) -> Path:
+    folder.mkdir()
+    make_evaluation(**changes).save(folder)
+    return folder
+
+
+def test_models_are_measured_on_the_text(small_checkpoint, hybrid, text_file, tmp_path, quick):
+    done = compare([small_checkpoint, hybrid], tmp_path / "out", data=text_file, **SIZES)
+    ids = torch.tensor(load_tokenizer(hybrid)(text_file.read_text())["input_ids"][:80]).view(2, 40)
+    for subject, checkpoint in zip(done.subjects, (small_checkpoint, hybrid), strict=True):
+        model = load_model(checkpoint)
+        with torch.inference_mode():
+            logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1).double()
+        total = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
+        assert sum(subject.loss.nll_sums) == pytest.approx(total, rel=1e-5)
+        assert sum(subject.loss.tokens) == 78
+        assert subject.fingerprint == fingerprint(model)
+        conv = 3 * (64 + 2 * 2 * 8) * 4 * 4  # layers × channels × kernel × bytes
+        assert subject.state_bytes == bytes_of_states(model) == state_bytes(model.config) + conv
+    assert [subject.palimpsa_layers for subject in done.subjects] == [(), (1,)]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "comparison.json",
+        "comparison.md",
+        "comparison.png",
+    ]
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert (content["version"], content["kind"], content["dtype"]) == (1, "comparison", "float32")
+    assert [model["speed"]["decode"] for model in content["models"]] == [50.0, 40.0]
+    assert content["models"][1]["loss"]["nll_sums"] == list(done.subjects[1].loss.nll_sums)
+    table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert "| decode, tokens/s | 50.0 | 40.0 | -20.0% |" in table
+    first, second = (math.exp(sum(s.loss.nll_sums) / 78) for s in done.subjects)
+    assert f"| 1 to 39 | {first:,.2f} | {second:,.2f} | {100 * (second / first - 1):+.1f}% |" in table
+
+
+def test_speed_is_of_this_model(small_checkpoint):
+    model, calls = load_model(small_checkpoint), []
+    model.register_forward_hook(lambda module, arguments, output: calls.append(arguments[0].shape[1]))
+    speed = library.measure_speed(model, 24)
+    assert calls == [24, *[1] * 32] * 4
+    assert speed.prompt_tokens == 24
+    assert min(speed.prefill, speed.decode) > 0
+
+
+def test_a_diagnosis_stands_beside_a_model_and_its_own_model(
+    small_checkpoint, hybrid, diagnosed, text_file, tmp_path, quick, no_figure
+):
+    done = compare([diagnosed, hybrid, small_checkpoint], tmp_path / "out", data=text_file, **SIZES)
+    plain, other = done.subjects
+    assert (plain.palimpsa_layers, other.palimpsa_layers) == ((), (1,))
+    assert plain.loss.nll_sums == pytest.approx(Diagnosis.load(diagnosed).loss.nll_sums, rel=1e-6)
+    assert plain.speed.prefill == 800.0, "the diagnosis and the third item are one model"
+    assert plain.parameters == load_model(small_checkpoint).num_parameters()
+
+
+def test_results_of_one_model_become_one_column(tmp_path):
+    other = (Score(name="PIQA acc_norm", value=60.0, unit="%", higher_is_better=True),)
+    a = save(tmp_path / "a")
+    b = save(tmp_path / "b", model="models/plain", model_fingerprint="ba5e", palimpsa_layers=())
+    c = save(tmp_path / "c", preset="commonsense", scores=other, lengths=None)
+    done = compare([a, c / "results.json", b], tmp_path / "out")
+    assert done.labels == ["models/hybrid", "models/plain"], "as ids of the Hub look"
+    assert [sorted(subject.evaluations) for subject in done.subjects] == [["commonsense", "ruler"], ["ruler"]]
+    assert done.presets == ["ruler"]
+    assert (done.device, done.dtype) == (None, None)
+    lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert "| N-1 (%) ↑ at 8,192 | 80.00 | 80.00 | +0.00 |" in lines
+    assert "| Palimpsa layers | 1 | none |  |" in lines
+
+
+def test_three_models_have_no_change_and_scores_of_any_unit_are_drawn(tmp_path):
+    scores = (Score(name="beasts acc", value=0.5), Score(name="WikiText", value=12.0, unit="perplexity"))
+    items = [
+        save(tmp_path / name, model=f"{name}/hybrid", model_fingerprint=name, scores=scores, preset="mine")
+        for name in "abc"
+    ]
+    done = compare(items, tmp_path / "out")
+    assert done.labels == ["a/hybrid", "b/hybrid", "c/hybrid"], "their last parts are the same"
+    assert "| beasts acc | 0.5 | 0.5 | 0.5 |" in (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert (tmp_path / "out" / "comparison.png").stat().st_size > 5000
+
+
+TASKS = make_evaluation().tasks
+OTHER = {"model": "models/plain", "model_fingerprint": "ba5e"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "there already are scores of ruler for these weights, those of models/hybrid"),
+        (
+            OTHER | {"limit": 5},
+            "models/hybrid and models/plain were evaluated differently on ruler: limit none against 5",
+        ),
+        (OTHER | {"max_length": 99}, "evaluated differently on ruler: length 8704 against 99"),
+        (OTHER | {"lengths": None}, "lengths (4096, 8192) against none"),
+        (OTHER | {"tasks": {"ruler_vt": TASKS["ruler_vt"]}}, "task niah_single_1 is in one only"),
+        (
+            OTHER | {"tasks": TASKS | {"ruler_vt": TASKS["ruler_vt"].model_copy(update={"version": "2.0"})}},
+            "ruler_vt has version 1.0 against 2.0",
+        ),
+        (OTHER | {"preset": "commonsense"}, "models/hybrid has only ruler, which no other has: nothing to compare"),
+        (
+            {"preset": "commonsense"},
+            "all items are of the same weights, those of models/hybrid",
+        ),
+    ],
+    ids=["same", "limit", "length", "lengths", "tasks", "version", "preset", "one-model"],
+)
+def test_results_that_cannot_be_compared(changes, message, tmp_path):
+    items = [save(tmp_path / "a"), save(tmp_path / "b", **changes)]
+    with pytest.raises(UserError) as error:
+        compare(items, tmp_path / "out")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_diagnoses_of_different_text_cannot_be_compared(diagnosed, tmp_path):
+    found = Diagnosis.load(diagnosed)
+    for name, changes, message in (
+        ("text", {"text_fingerprint": "0"}, "measured on different text: other text or another tokenizer"),
+        ("shape", {"sequences": 3}, "2 sequences of 40 tokens against 3 sequences of 40 tokens"),
+        ("same", {"model_fingerprint": found.model_fingerprint}, "there already is a diagnosis of these weights"),
+    ):
+        (tmp_path / name).mkdir()
+        dataclasses.replace(found, **{"model": "b", "model_fingerprint": "b"} | changes).save(tmp_path / name)
+        with pytest.raises(UserError, match=message):
+            compare([diagnosed, tmp_path / name], tmp_path / "out")
+    with pytest.raises(UserError, match="has only perplexities by position, which no other has"):
+        compare([diagnosed, save(tmp_path / "scores")], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("items", "options", "message"),
+    [
+        (["MODEL"], {"data": "TEXT"}, "compare needs two models or results at least, got 1"),
+        (["MODEL", "HYBRID"], {}, "is a model, to be measured on text: give --data FILE"),
+        (
+            ["DIAGNOSED", "DIAGNOSED"],
+            {"data": "TEXT"},
+            "--data is text to measure models on, but only results are given",
+        ),
+        (["DIAGNOSED", "HYBRID"], {"data": "TEXT"}, "give --sequences 2 --max-length 40"),
+        (["MODEL", "nowhere"], {"data": "TEXT"}, "model nowhere: no such folder"),
+        (["MODEL", "TEXT"], {"data": "TEXT"}, "is neither a results.json of `eval` nor a diagnosis.json of `diagnose`"),
+        (["MODEL", "HYBRID"], {"data": "TEXT", "max_length": 1}, "max length must be at least 2, got 1"),
+        (["MODEL", "HYBRID"], {"data": "TEXT", "sequences": 0}, "number of sequences must be at least 1, got 0"),
+        (["MODEL", "HYBRID"], {"data": "TEXT", "dtype": "int4"}, "unknown dtype 'int4'"),
+        (["MODEL", "HYBRID"], {"data": "TEXT", "device": "warp"}, "device 'warp' cannot be used"),
+        (["MODEL", "HYBRID"], {"data": "gone.txt"}, "text file gone.txt does not exist"),
+        (["MODEL", "HYBRID"], {"data": "TEXT", "max_length": 10**6}, "text too short"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else None,
+)
+def test_mistakes_are_named(items, options, message, small_checkpoint, hybrid, diagnosed, text_file, tmp_path, quick):
+    names = {"MODEL": small_checkpoint, "HYBRID": hybrid, "DIAGNOSED": diagnosed, "TEXT": text_file}
+    options = {key: names.get(value, value) for key, value in options.items()}
+    with pytest.raises(UserError) as error:
+        compare([names.get(item, item) for item in items], tmp_path / "out", **options)
+    assert message in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_model_twice(small_checkpoint, text_file, tmp_path, quick):
+    with pytest.raises(UserError, match="has the same weights as"):
+        compare([small_checkpoint, small_checkpoint], tmp_path / "out", data=text_file, **SIZES)
+
+
+def test_a_folder_with_both_results(diagnosed, tmp_path):
+    folder = save(tmp_path / "both")
+    (folder / "diagnosis.json").write_text((diagnosed / "diagnosis.json").read_text())
+    with pytest.raises(UserError, match=r"holds both results.json and diagnosis.json: name the file"):
+        compare([folder, diagnosed], tmp_path / "out")
