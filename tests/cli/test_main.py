@@ -154,7 +154,8 @@ def test_every_verb_is_a_function_of_the_package():
     import palimpsa_surgery
 
     for verb in VERBS:
-        assert callable(getattr(palimpsa_surgery, verb))
+        name = "evaluate" if verb == "eval" else verb  # Python has an `eval` of its own
+        assert callable(getattr(palimpsa_surgery, name))
     assert set(VERBS) <= set(palimpsa_surgery.__all__)
 
 
