@@ -153,10 +153,9 @@ def test_the_module_runs_like_the_console_script():
 def test_every_verb_is_a_function_of_the_package():
     import palimpsa_surgery
 
-    for verb in VERBS:
-        name = "evaluate" if verb == "eval" else verb  # Python has an `eval` of its own
-        assert callable(getattr(palimpsa_surgery, name))
-    assert set(VERBS) <= set(palimpsa_surgery.__all__)
+    names = ["evaluate" if verb == "eval" else verb for verb in VERBS]  # Python has an `eval` of its own
+    assert all(callable(getattr(palimpsa_surgery, name)) for name in names)
+    assert set(names) <= set(palimpsa_surgery.__all__)
 
 
 def test_the_options_are_these():
