@@ -4,32 +4,28 @@
     python benchmarks/kernels.py --lengths 2048 32768 --heads 80
 
 Compared where installed: `mamba_ssm`'s SSD (chunk 256) and `fla`'s Simple GLA (B and C expanded to heads, as it wants
-them; its backward pass refuses some Triton versions, which is printed). Their kernels are tuned once, at the shortest
+them; its backward pass refuses some Triton versions, which is printed). Their kernels are tuned once, at the longest
 length, before anything is timed; all configurations are compiled in parallel. Nothing is timed unless output and
 gradients equal the float64 reference first. Ratios are to SSD, and mean more than milliseconds.
 """
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import triton
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.autotuner import Autotuner
 
 from palimpsa_surgery.kernels import palimpsa_step, ssd_step
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.kernels.scan import paths
 from palimpsa_surgery.kernels.triton_scan import palimpsa_scan_triton
+from tuning import tuned_in_parallel
 
 NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior")
 TOLERANCE = 5e-3
@@ -71,24 +67,6 @@ def verify() -> dict[str, float]:
             error = ((ours.double() - exact).norm() / exact.norm()).item()
             worst[name] = max(worst.get(name, 0.0), error) if error == error else float("nan")
     return worst
-
-
-@contextmanager
-def tuned_in_parallel() -> Iterator[None]:
-    """Autotuned Triton kernels compile all their configurations at once before they are compared."""
-    run = Autotuner.run
-
-    def compile_first(self: Autotuner, *args, **kwargs):
-        if not self.cache and len(self.configs) > 1:
-            with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
-                self.warmup(*args, **{k: v for k, v in kwargs.items() if k != "warmup"})
-        return run(self, *args, **kwargs)
-
-    Autotuner.run = compile_first
-    try:
-        yield
-    finally:
-        Autotuner.run = run
 
 
 def milliseconds(function: Callable[[], object], repeats: int) -> float:
@@ -230,8 +208,9 @@ def main() -> int:
         flush=True,
     )
     compared = kernels()
-    shortest = make(options.batch, min(options.lengths), options.heads, 64, 128, 1)
-    refused = {name: tune(name, *calls(*kernel, shortest)) for name, kernel in compared.items()}
+    longest = make(options.batch, max(options.lengths), options.heads, 64, 128, 1)
+    refused = {name: tune(name, *calls(*kernel, longest)) for name, kernel in compared.items()}
+    del longest
     print(f"{'kernel':<11}{'tokens':>8}{'fwd ms':>9}{'x SSD':>7}{'f+b ms':>9}{'x SSD':>7}{'GiB':>7}{'us/token':>10}")
     rows = []
     for tokens in options.lengths:

@@ -168,10 +168,12 @@ def test_steps_equal_the_scan():
     whole = palimpsa_scan(x, dt, A, B, C, beta, prior, initial_state=state, return_final_state=True)
     mamba_y, mamba_final = ssd_scan(x, dt, A, B, C, initial_state=state[:, :, 0], return_final_state=True)
     palimpsa_state, mamba_state = state.clone(), state[:, :, 0].clone()
+    D = torch.linspace(-1, 1, 4)
     for t in range(9):
         now = (x[:, t], dt[:, t], A, B[:, t], C[:, t])
-        assert_close(palimpsa_step(*now, beta[:, t], prior, palimpsa_state), whole.y[:, t], 1e-6)
-        assert_close(ssd_step(*now, mamba_state), mamba_y[:, t], 1e-6)
+        skip = D[:, None] * x[:, t]
+        assert_close(palimpsa_step(*now, beta[:, t], prior, palimpsa_state, D), whole.y[:, t] + skip, 1e-6)
+        assert_close(ssd_step(*now, mamba_state, D), mamba_y[:, t] + skip, 1e-6)
     assert_close(palimpsa_state, whole.final_state, 1e-6)
     assert_close(mamba_state, mamba_final, 1e-6)
 
@@ -289,18 +291,19 @@ def test_bad_input_names_the_argument(name, spoil, message):
         (5, lambda v: v.to("meta"), "beta must be on cpu"),
         (6, lambda v: v[1:], "I_prior must have shape"),
         (7, lambda v: v[:, :, :1], "state must have shape"),
+        (8, lambda v: v[:, None], r"D must have shape \(4,\), got \(4, 1\)"),
         (7, lambda v: v.bfloat16(), "state must be float32 or float64"),
     ],
 )
 def test_bad_input_of_a_step_names_the_argument(index, spoil, message):
     inputs = [v.detach() for v in random_inputs(time=1)]
-    token = [v[:, 0] if v.ndim > 2 and i < 6 else v for i, v in enumerate(inputs)]
+    token = [v[:, 0] if v.ndim > 2 and i < 6 else v for i, v in enumerate(inputs)] + [torch.ones(4)]
     token[index] = spoil(token[index])
     with pytest.raises(ValueError, match=message):
         palimpsa_step(*token)
-    if index in range(5):
+    if index not in (5, 6, 7):
         with pytest.raises(ValueError, match=message):
-            ssd_step(*token[:5], token[7][:, :, 0])
+            ssd_step(*token[:5], token[7][:, :, 0], token[8])
 
 
 def test_a_mamba2_step_refuses_a_palimpsa_state():

@@ -160,11 +160,11 @@ def test_step(dtype, head_dim, state_size):
     data = make(Case(3, 5, 4, head_dim, state_size, 2, dtype, initial=True), "cuda")
     a = data.arguments
     y, final, _ = palimpsa_scan_reference(*(v.double() for v in a.values()))
-    state = a["initial_state"].clone()
+    state, D = a["initial_state"].clone(), torch.linspace(-1, 1, 4, device="cuda")
     for t in range(5):
         token = [a[k][:, t] if a[k].ndim > 2 else a[k] for k in ("x", "dt", "A", "B", "C", "beta", "I_prior")]
-        got = palimpsa_step_triton(*token, state)
-        assert_close(got, y[:, t], 5e-6 if dtype is fp32 else 4e-3, f"y[{t}]")
+        got = palimpsa_step_triton(*token, state, D)
+        assert_close(got, y[:, t] + D[:, None] * a["x"][:, t], 5e-6 if dtype is fp32 else 4e-3, f"y[{t}]")
     assert_close(state, final, 1e-6, "state")
 
 

@@ -133,7 +133,7 @@ class PalimpsaMamba2Mixer(Mamba2Mixer):
             y, final_state = self._step(hidden_states, x, dt, A, B, C, recurrent_state), recurrent_state
         else:
             y, final_state = self._scan(hidden_states, x, dt, A, B, C, recurrent_state, seq_idx, keep_state)
-        y = torch.addcmul(y, x, self.D[:, None].to(y.dtype))
+            y = torch.addcmul(y, x, self.D[:, None].to(y.dtype))
 
         # 4. Normalise under the gate and project back.
         out = self.out_proj(self.norm(y.flatten(2), gate).to(hidden_states.dtype))
@@ -191,7 +191,7 @@ class PalimpsaMamba2Mixer(Mamba2Mixer):
         self, hidden_states: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
     ) -> Tensor:
         self._observe(dt, A, x, B, C, None)
-        return ssd_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state)[:, None]
+        return ssd_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state, self.D)[:, None]
 
 
 class PalimpsaMixer(PalimpsaMamba2Mixer):
@@ -263,7 +263,7 @@ class PalimpsaMixer(PalimpsaMamba2Mixer):
         self, hidden_states: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
     ) -> Tensor:
         beta, I_prior = self.importance(hidden_states, dt, A, x, B, C)
-        return palimpsa_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], beta[:, 0], I_prior, state)[:, None]
+        return palimpsa_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], beta[:, 0], I_prior, state, self.D)[:, None]
 
 
 class PalimpsaMamba2Block(GradientCheckpointingLayer):

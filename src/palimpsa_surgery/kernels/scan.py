@@ -88,13 +88,22 @@ def palimpsa_scan(
 
 
 def palimpsa_step(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, beta: Tensor, I_prior: Tensor, state: Tensor
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    beta: Tensor,
+    I_prior: Tensor,
+    state: Tensor,
+    D: Tensor | None = None,
 ) -> Tensor:
-    """One token of `palimpsa_scan` that updates `state` in place; not differentiable.
+    """One token of `palimpsa_scan`, and the skip `D x`; updates `state` in place, and is not differentiable.
 
     Args:
         x: `[b, h, p]`; dt: `[b, h]`; A: `[h]`; B, C: `[b, g, n]`; beta: `[b, h, p]`; I_prior: `[h]`.
         state: `[b, h, 2, p, n]`, float32, overwritten with the state after the token.
+        D: `[h]` or None for zero.
 
     Returns:
         y `[b, h, p]` in the type of `x`.
@@ -102,16 +111,16 @@ def palimpsa_step(
     Raises:
         ValueError: an argument's shape, type or device does not fit the others.
     """
-    _check_step_arguments(x, dt, A, B, C, state, beta, I_prior)
+    _check_step_arguments(x, dt, A, B, C, state, D, beta, I_prior)
     if x.is_cuda and triton is not None:
-        return palimpsa_step_triton(x, dt, A, B, C, beta, I_prior, state)
+        return palimpsa_step_triton(x, dt, A, B, C, beta, I_prior, state, D)
     key, query = _to_heads(B, x), _to_heads(C, x)
     M, Ibar = state.unbind(2)
     alpha = torch.exp(-A * dt)[..., None, None]
     M.mul_(alpha).addcmul_((dt[..., None] * x.float())[..., None], key)
     Ibar.mul_(alpha).addcmul_(beta.float()[..., None], key.square())
     mean = M / (I_prior[:, None, None] + Ibar)
-    return (mean @ query.transpose(-1, -2)).squeeze(-1).to(x.dtype)
+    return _with_skip((mean @ query.transpose(-1, -2)).squeeze(-1), x, D)
 
 
 def ssd_scan(
@@ -157,13 +166,14 @@ def ssd_scan(
     return out if return_final_state else (out, None)
 
 
-def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> Tensor:
+def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None = None) -> Tensor:
     """One token of `ssd_scan` that updates `state` `[b, h, p, n]` in place; all else as for `palimpsa_step`."""
-    _check_step_arguments(x, dt, A, B, C, state)
+    _check_step_arguments(x, dt, A, B, C, state, D)
     kernels = _mamba_ssm_kernels() if x.is_cuda else None
     if kernels is not None:
         head_dim, state_size = state.shape[2:]
-        # Without D and dt_bias mamba_ssm 2.3.2's step fails, and where dt and A do not vary within a head it reads one
+        # Without D and dt_bias mamba_ssm 2.3.2's step fails. It expects all of them for each row, and reads one value
+        # a head where the strides say that they do not vary.
         zero = _zero(x.device).expand(x.shape[1], head_dim)
         return kernels["step"](
             state,
@@ -172,12 +182,16 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tens
             -A[:, None, None].expand(-1, head_dim, state_size),
             B,
             C,
-            D=zero,
+            D=zero if D is None else D[:, None].expand(-1, head_dim),
             dt_bias=zero,
         )
     key, query = _to_heads(B, x), _to_heads(C, x)
     state.mul_(torch.exp(-A * dt)[..., None, None]).addcmul_((dt[..., None] * x.float())[..., None], key)
-    return (state @ query.transpose(-1, -2)).squeeze(-1).to(x.dtype)
+    return _with_skip((state @ query.transpose(-1, -2)).squeeze(-1), x, D)
+
+
+def _with_skip(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
+    return (y if D is None else torch.addcmul(y, x.to(y.dtype), D[:, None].to(y.dtype))).to(x.dtype)
 
 
 def paths(device: torch.device) -> dict[str, str]:
@@ -259,6 +273,7 @@ def _check_step_arguments(
     B: Tensor,
     C: Tensor,
     state: Tensor,
+    D: Tensor | None,
     beta: Tensor | None = None,
     I_prior: Tensor | None = None,
 ) -> None:
@@ -270,6 +285,7 @@ def _check_step_arguments(
     _check("dt", dt, (batch, heads), x, EXACT)
     states = () if I_prior is None else (2,)
     _check("state", state, (batch, heads, *states, head_dim, B.shape[2]), x, EXACT)
+    _check("D", D, (heads,), x, FLOATS)
     _check_shared(x, A, B, C, beta, I_prior)
 
 

@@ -1,8 +1,7 @@
 """One token of the Palimpsa recurrence in Triton, in place on the cached state (paper Eq. 5).
 
 Letters as in `triton_scan.py`. Decoding is bound by launches and by reading and writing the state once, so one
-kernel does everything between the convolution and the norm: the update, the read-out, the skip `D x` and the gate
-`silu(z)`. It updates its input, so it is not autotuned.
+kernel does the update, the read-out and the skip `D x`. It updates its input, so it is not autotuned.
 """
 
 import hashlib
@@ -27,11 +26,11 @@ except ImportError:  # the module still imports; `palimpsa_step_triton` is then 
 
 @jit
 def _step(
-    x, dt, A, B, C, beta, prior, state, D, z, y,
+    x, dt, A, B, C, beta, prior, state, D, y,
     x_b, x_h, x_p, dt_b, dt_h, B_b, B_g, B_n, C_b, C_g, C_n, beta_b, beta_h, beta_p,
-    s_b, s_h, s_i, s_p, s_n, z_b, z_h, z_p,
+    s_b, s_h, s_i, s_p, s_n,
     H, HPG, P, N,
-    BP: tl.constexpr, BN: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr, HAS_D: tl.constexpr,
 ):  # fmt: skip
     """y [b, h, p] and the new state; one program per head and BP value rows."""
     i_bh = tl.program_id(0).to(tl.int64)
@@ -58,9 +57,6 @@ def _step(
     b_y = tl.sum(b_M * b_C[None, :] / (tl.load(prior + h) + b_I), 1)
     if HAS_D:
         b_y += tl.load(D + h).to(tl.float32) * b_x
-    if HAS_Z:
-        b_z = tl.load(z + b * z_b + h * z_h + o_p * z_p, mask=m_p, other=0.0).to(tl.float32)
-        b_y *= b_z / (1.0 + tl.exp(-b_z))
     tl.store(y + i_bh * P + o_p, b_y.to(y.dtype.element_ty), mask=m_p)
 
 
@@ -74,7 +70,6 @@ def _step_forward(
     I_prior: Tensor,
     state: Tensor,
     D: Tensor | None,
-    z: Tensor | None,
 ) -> Tensor:
     batch, heads, head_dim = x.shape
     groups, state_size = B.shape[1:]
@@ -82,11 +77,10 @@ def _step_forward(
     # 8 rows a program: 8 heads of batch 1 already fill 64 programs, and each reads 8 KiB of state
     BP = 8
     _step[(batch * heads, triton.cdiv(head_dim, BP))](
-        x, dt, A, B, C, beta, I_prior, state, x if D is None else D, x if z is None else z, y,
+        x, dt, A, B, C, beta, I_prior, state, x if D is None else D, y,
         *x.stride(), *dt.stride(), *B.stride(), *C.stride(), *beta.stride(), *state.stride(),
-        *(x if z is None else z).stride(),
         heads, heads // groups, head_dim, state_size,
-        BP=BP, BN=triton.next_power_of_2(state_size), HAS_D=D is not None, HAS_Z=z is not None, num_warps=2,
+        BP=BP, BN=triton.next_power_of_2(state_size), HAS_D=D is not None, num_warps=2,
     )  # fmt: skip
     return y
 
@@ -95,7 +89,7 @@ def _step_forward(
 _step_op = torch.library.custom_op(
     f"palimpsa_{hashlib.sha1(__name__.encode()).hexdigest()[:10]}::step", _step_forward, mutates_args=("state",)
 )
-_step_op.register_fake(lambda x, dt, A, B, C, beta, I_prior, state, D, z: x.new_empty(x.shape))
+_step_op.register_fake(lambda x, dt, A, B, C, beta, I_prior, state, D: x.new_empty(x.shape))
 
 
 def palimpsa_step_triton(
@@ -108,16 +102,15 @@ def palimpsa_step_triton(
     I_prior: Tensor,
     state: Tensor,
     D: Tensor | None = None,
-    z: Tensor | None = None,
 ) -> Tensor:
     """One token, `state` updated in place; not differentiable.
 
     Args:
         x: `[b, h, p]`; dt: `[b, h]`, float32; A, I_prior: `[h]`, float32; B, C: `[b, g, n]`; beta: `[b, h, p]`.
         state: `[b, h, 2, p, n]`, float32, M and Ibar. All tensors in any strides.
-        D: `[h]`, adds `D x` to y. z: `[b, h, p]`, multiplies y by `silu(z)` after that.
+        D: `[h]`, adds `D x` to y.
 
     Returns:
         y `[b, h, p]` in x's type.
     """
-    return _step_op(x, dt, A, B, C, beta, I_prior, state, D, z)
+    return _step_op(x, dt, A, B, C, beta, I_prior, state, D)
