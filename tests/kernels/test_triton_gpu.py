@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 # fp16 lacks the range of B² and of the adjoints, so its products run as TF32, which rounds to as many bits.
-BOUNDS = {fp32: 2e-5, fp16: 2e-3, bf16: 5e-3}
+BOUNDS = {fp32: 5e-6, fp16: 2e-3, bf16: 5e-3}
 LENGTHS = [Case(1, t, 80, 64, 128, 1, bf16, initial=True) for t in (1, 63, 64, 65, 255, 257, 2049)]
 EXTREMES = [
     Case(1, 257, 16, 64, 128, 1, bf16, initial=True, extreme=extreme)

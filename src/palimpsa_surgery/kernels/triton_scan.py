@@ -134,8 +134,9 @@ def _segment_states(
         m_t = t < end
         b_dt = tl.load(p_dt + t * dt_t, mask=m_t, other=0.0)  # [BT]
         b_log = -b_A * b_dt
-        # decay from token to the block's end, summed backwards from there
-        b_w = tl.exp(tl.cumsum(b_log, 0, reverse=True) - b_log)
+        # decay from token to the block's end, over the later tokens alone: the token's own may be larger by far
+        b_later = tl.load(p_dt + (t + 1) * dt_t, mask=(o_t + 1 < BT) & (t + 1 < end), other=0.0)
+        b_w = tl.exp(tl.cumsum(-b_A * b_later, 0, reverse=True))
         b_pass = tl.exp(tl.sum(b_log, 0))
         if HAS_DOC:
             b_doc = tl.load(doc + b * T + t, mask=m_t, other=-1)
@@ -392,9 +393,9 @@ def _segment_gradients(
             for k in range(j):
                 s = ts - (k + 1) * L + o_l
                 b_dt = tl.load(p_dt + s * dt_t)
-                b_log = -b_A * b_dt
-                b_w = tl.exp(tl.cumsum(b_log, 0, reverse=True) - b_log + b_sum)
-                b_sum += tl.sum(b_log, 0)
+                b_later = tl.load(p_dt + (s + 1) * dt_t, mask=o_l + 1 < L, other=0.0)
+                b_w = tl.exp(tl.cumsum(-b_A * b_later, 0, reverse=True) + b_sum)
+                b_sum -= b_A * tl.sum(b_dt, 0)
                 if HAS_DOC:
                     b_w = tl.where(tl.load(p_doc + s) == b_before, b_w, 0.0)
                 o_row = (i_bh * P + o_p[:, None]) * T + s[None, :]
