@@ -51,30 +51,30 @@ def test_long_text_cut_into_pieces_gives_the_tokens_of_the_whole(kind, tmp_path,
     path = write(tmp_path, kind, [text])
     monkeypatch.setattr(text_module, "PIECE", 500)
     monkeypatch.setattr(text_module, "_READ", 333)
-    assert len(list(text_module._pieces([text]))) > 100
+    assert len(list(text_module.split_pieces([text]))) > 100
     assert tokens([path], tokenizer) == whole
 
 
 @pytest.mark.parametrize("text", ["一二三四五六七八九十" * 50, "a" * 333, " " * 99 + "x", "\n \n" * 70])
 def test_pieces_are_bounded_and_lose_nothing(text, monkeypatch):
     monkeypatch.setattr(text_module, "PIECE", 32)
-    pieces = list(text_module._pieces(text[i : i + 7] for i in range(0, len(text), 7)))
+    pieces = list(text_module.split_pieces(text[i : i + 7] for i in range(0, len(text), 7)))
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= 32
-    assert pieces == list(text_module._pieces([text]))
+    assert pieces == list(text_module.split_pieces([text]))
 
 
 def test_txt_is_streamed(tmp_path, tokenizer, monkeypatch):
     path = write(tmp_path, "txt", ["word " * 200_000])
     handed_over = []
-    original = text_module._pieces
+    original = text_module.split_pieces
 
     def counting(chunks):
         for piece in original(chunks):
             handed_over.append(len(piece))
             yield piece
 
-    monkeypatch.setattr(text_module, "_pieces", counting)
+    monkeypatch.setattr(text_module, "split_pieces", counting)
     assert len(tokens([path], tokenizer, max_tokens=100)) == 100
     assert len(handed_over) == 1, "a limit on tokens stops the reading"
     assert handed_over[0] <= text_module.PIECE
@@ -145,9 +145,9 @@ MISTAKES = {
     "no field": (
         "a.jsonl",
         b'{"id": 1, "body": ""}\n',
-        r"a.jsonl:1: no field 'text' \(fields found: id, body\)",
+        r"a.jsonl:1: no column 'text' \(columns found: id, body\)",
     ),
-    "not a string": ("a.jsonl", b'\n{"text": ["a"]}\n', "a.jsonl:2: field 'text' is of type list"),
+    "not a string": ("a.jsonl", b'\n{"text": ["a"]}\n', "a.jsonl:2: column 'text' is of type list"),
     "jsonl latin-1": ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: not UTF-8"),
     "jsonl blank": ("a.jsonl", b'{"text": ""}\n\n', "a.jsonl holds no text in 'text'"),
     "not parquet": ("a.parquet", b"PAR1 not really", "not a readable parquet file"),
@@ -156,7 +156,7 @@ MISTAKES = {
         pa.table({"body": ["a"], "id": [1]}),
         r"no column 'text' \(columns found: body, id\)",
     ),
-    "parquet type": ("a.parquet", PARQUET_OF_NUMBERS, "column 'text' is of type int64"),
+    "parquet type": ("a.parquet", PARQUET_OF_NUMBERS, "row 1: column 'text' is of type int, not a string"),
     "parquet blank": ("a.parquet", pa.table({"text": ["", None, " "]}), "a.parquet holds no text in 'text'"),
     "too short": ("a.txt", b"a", r"not enough text: .*a.txt gave 1 token\(s\)"),
 }

@@ -15,9 +15,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -26,97 +24,25 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.surgery.assets import asset_path
-
-TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
-ROW_SUFFIXES = (".jsonl", ".parquet")
-ASSET_PREFIX = "asset:"
-
-
-class _Strict(BaseModel):
-    """Frozen; no unknown keys, no silent conversions ("10B" is not a number), no infinities."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+from palimpsa_surgery.stages.recipe_data import (
+    DATA_KINDS,
+    MIXED_KINDS,
+    Data,
+    HubSet,
+    Strict,
+    SyntheticSource,
+    sources_of,
+)
 
 
-def _resolve_file(name: str, info: ValidationInfo) -> str:
-    """Make a path absolute (relative ones count from the recipe's folder) and see that the file exists."""
-    if name.startswith(ASSET_PREFIX):
-        asset_path(name.removeprefix(ASSET_PREFIX))
-        return name
-    folder = (info.context or {}).get("folder", Path())
-    path = Path(folder, Path(name).expanduser()).absolute()
-    if not path.is_file():
-        raise UserError(f"no such file: {path}")
-    if path.stat().st_size == 0:
-        raise UserError(f"file is empty: {path}")
-    return str(path)
-
-
-def _with_suffix(*suffixes: str) -> AfterValidator:
-    def check(name: str) -> str:
-        if not name.endswith(suffixes):
-            raise UserError(f"must end in {', '.join(suffixes)}, got {name!r}")
-        return name
-
-    return AfterValidator(check)
-
-
-DataFile = Annotated[str, AfterValidator(_resolve_file)]
-TextFiles = Annotated[tuple[Annotated[DataFile, _with_suffix(*TEXT_SUFFIXES)], ...], Field(min_length=1)]
-RowFiles = Annotated[tuple[Annotated[DataFile, _with_suffix(*ROW_SUFFIXES)], ...], Field(min_length=1)]
-HeldOut = Annotated[float, Field(gt=0, le=0.5)]
-
-
-def local_path(file: str) -> Path:
-    """Where a recipe's `files` entry lies on this machine."""
-    return asset_path(file.removeprefix(ASSET_PREFIX)) if file.startswith(ASSET_PREFIX) else Path(file)
-
-
-class TextData(_Strict):
-    """Plain text: documents are joined, with the end-of-text token between them, and cut into sequences."""
-
-    kind: Literal["text"]
-    files: TextFiles
-    """Local `.txt`, `.jsonl` or `.parquet` files, or `asset:NAME` for one that ships with the package."""
-    column: str = "text"
-    """The column that holds the text (`.jsonl` and `.parquet`)."""
-    max_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Use this many tokens from the start of the files; null: all of them."""
-    held_out: HeldOut = 0.02
-    """Fraction of the data, at their end, that is evaluated and never trained on."""
-
-
-class InstructionData(_Strict):
-    """Prompts and answers: whole examples are packed into sequences, and only answers are learnt."""
-
-    kind: Literal["instruction"]
-    files: RowFiles
-    """Local `.jsonl` or `.parquet` files, or `asset:NAME`."""
-    prompt_column: str = "instruction"
-    answer_column: str = "output"
-    template: str = "{prompt}\n\n{answer}"
-    """What the model reads: `{prompt}` once, then text of your own, then `{answer}`, which ends it."""
-    held_out: HeldOut = 0.02
-    """Fraction of the data, at their end, that is evaluated and never trained on."""
-
-    @field_validator("template")
-    @classmethod
-    def _check_template(cls, template: str) -> str:
-        once = template.count("{prompt}") == template.count("{answer}") == 1
-        if not once or not template.endswith("{answer}"):
-            raise UserError("must hold {prompt} once and end in its only {answer}")
-        return template
-
-
-class Packing(_Strict):
+class Packing(Strict):
     """How documents share a sequence."""
 
     reset_at_documents: bool = True
     """Start every document from an empty memory (`seq_idx`), as if it had the sequence to itself."""
 
 
-class Schedule(_Strict):
+class Schedule(Strict):
     """Learning rate over a stage: a linear warm-up, then one of these."""
 
     kind: Literal["constant", "cosine"]
@@ -124,13 +50,13 @@ class Schedule(_Strict):
     """Where a cosine ends, as a fraction of the peak."""
 
 
-class ZeroState(_Strict):
+class ZeroState(Strict):
     """Every sequence starts from an empty memory."""
 
     kind: Literal["zero"] = "zero"
 
 
-class RandomNoise(_Strict):
+class RandomNoise(Strict):
     """Every state element starts from Gaussian noise (importance from its absolute value)."""
 
     kind: Literal["random_noise"]
@@ -138,7 +64,7 @@ class RandomNoise(_Strict):
     """Standard deviation, in the units of the states."""
 
 
-class FittedNoise(_Strict):
+class FittedNoise(Strict):
     """Gaussian noise with the running mean and variance of the final states of each layer and head."""
 
     kind: Literal["fitted_noise"]
@@ -146,7 +72,7 @@ class FittedNoise(_Strict):
     """Weight of the newest micro-batch in the running statistics (1 - beta in arXiv 2507.02782 eqs. 5 and 6)."""
 
 
-class StatePassing(_Strict):
+class StatePassing(Strict):
     """Start from the final states that the same row of the previous micro-batch, another text, left."""
 
     kind: Literal["state_passing"]
@@ -154,7 +80,7 @@ class StatePassing(_Strict):
     """How often a sequence starts from an empty memory instead."""
 
 
-class Tbtt(_Strict):
+class Tbtt(Strict):
     """Start from the same document's previous sequence; data are read in the order of the text."""
 
     kind: Literal["tbtt"]
@@ -163,7 +89,7 @@ class Tbtt(_Strict):
 StateInitialisation = ZeroState | RandomNoise | FittedNoise | StatePassing | Tbtt
 
 
-class Lora(_Strict):
+class Lora(Strict):
     """Train low-rank changes of the kept Mamba2 layers' projections instead of their weights (needs peft).
 
     Palimpsa layers are trained in full; embeddings, head, norms and all else of the kept layers stay as they are.
@@ -179,19 +105,19 @@ class Lora(_Strict):
     """The projections that are adapted."""
 
 
-class NonFinite(_Strict):
+class NonFinite(Strict):
     """What happens to a step whose loss or gradient is infinite or not a number: it is skipped and counted."""
 
     max_consecutive: Annotated[int, Field(ge=0)] = 5
     """So many steps may be skipped in a row; one more ends the run. 0: the first one does."""
 
 
-class Stage(_Strict):
+class Stage(Strict):
     """One training stage. Sizes are in tokens, lengths of time in optimizer steps."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=40)]
     """Lower-case letters, digits and dashes: it names a folder."""
-    data: Annotated[TextData | InstructionData, Field(discriminator="kind")]
+    data: Data
     packing: Packing = Packing()
     sequence_length: Annotated[int, Field(ge=2)]
     """Tokens per sequence."""
@@ -221,6 +147,16 @@ class Stage(_Strict):
     """null: all weights are trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+
+    @field_validator("sequence_length")
+    @classmethod
+    def _check_examples(cls, length: int, info: ValidationInfo) -> int:
+        for place, source in sources_of(info.data["data"]) if "data" in info.data else ():
+            if isinstance(source, SyntheticSource) and source.length >= length:
+                raise UserError(
+                    f"{length} is too short for the examples of data{place}: {source.length} tokens and an end-of-text"
+                )
+        return length
 
     @field_validator("batch_tokens", "micro_batch_tokens")
     @classmethod
@@ -272,7 +208,7 @@ class Stage(_Strict):
         return (self.micro_batch_tokens or self.batch_tokens) // self.sequence_length
 
 
-class ExpectedModel(_Strict):
+class ExpectedModel(Strict):
     """The checkpoint the recipe was written for. `train` checks it; `replace` does the surgery."""
 
     base: str | None = None
@@ -283,14 +219,14 @@ class ExpectedModel(_Strict):
     """How the importance parameters were initialised; null: any."""
 
 
-class Evaluation(_Strict):
+class Evaluation(Strict):
     """What is scored before and after every stage."""
 
     tokens: Annotated[int, Field(gt=0)] = 65536
     """Held-out tokens to score, in whole sequences; at most what the stage's data hold out."""
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """A training run: what it starts from and its stages, in order."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -336,13 +272,19 @@ def load_recipe(recipe: str | Path) -> Recipe:
     if not path.is_file():
         raise UserError(f"recipe {str(recipe)!r} is neither a file nor one of: {', '.join(shipped)}")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        if path.stat().st_size > LARGEST_FILE:
+            raise UserError(f"recipe {path} is larger than {LARGEST_FILE:,} bytes")
+        content = _parse(path.read_text(encoding="utf-8"))
         # Through JSON, because strict validation takes a JSON array, but not a Python list, for a tuple.
         document = json.dumps(content)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except UserError:
+        raise
+    except RecursionError:
+        raise UserError(f"recipe {path} is nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise UserError(f"recipe {path} holds a value that is no text, number or list: {error}") from None
     if not isinstance(content, dict):
@@ -372,6 +314,32 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
         yield f"{path} was {_shorten(old)}, is {_shorten(new)}"
 
 
+LARGEST_FILE = 1 << 20
+LARGEST_RECIPE = 10_000
+"""Values that a recipe may hold, those behind aliases counted each time: a few lines can spell billions."""
+
+
+def _parse(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None and _count_values(node, {}) > LARGEST_RECIPE:
+            raise UserError(f"the recipe holds more than {LARGEST_RECIPE:,} values, those behind aliases included")
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _count_values(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+    """Number of values below a node; an alias to what it stands in counts as too many."""
+    if node not in counted:
+        counted[node] = LARGEST_RECIPE + 1  # until it is known
+        inner = [part for item in node.value for part in item] if isinstance(node, yaml.MappingNode) else node.value
+        below = inner if isinstance(node, yaml.CollectionNode) else ()
+        counted[node] = 1 + sum(_count_values(part, counted) for part in below)
+    return counted[node]
+
+
 class _Loader(yaml.SafeLoader):
     """YAML in which 1e-4 is a number, and a key given twice is an error."""
 
@@ -394,13 +362,15 @@ def _describe(error: ErrorDetails) -> str:
     """Say what is wrong with one field, as `stages[1].tokens: …`."""
     fields: type[BaseModel] | None = Recipe
     path = ""
-    for part in error["loc"]:
+    for number, part in enumerate(error["loc"], start=1):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in _UNIONS.get(path.rpartition(".")[2], ()):  # pydantic's mark of the union's member
+        elif isinstance(part, str) and part in (kinds := _kinds_at(path)):  # pydantic's mark of the union's member
+            fields = kinds[part]
+        else:
             path += f".{part}" if path else str(part)
-    for parent in error["loc"][:-1]:  # the last part may be a key that its parent does not know
-        fields = _NESTED.get(parent, fields) if isinstance(parent, str) else fields
+            if number < len(error["loc"]):  # the last part may be a key that its parent does not know
+                fields = _NESTED.get(part, fields)
     value = _shorten(error["input"])
     match error["type"]:
         case "extra_forbidden":
@@ -411,7 +381,7 @@ def _describe(error: ErrorDetails) -> str:
         case "missing":
             return f"{path}: required"
         case "union_tag_not_found" | "union_tag_invalid":
-            return f"{path}.kind: must be one of {', '.join(_UNIONS[path.rpartition('.')[2]])}"
+            return f"{path}.kind: must be one of {', '.join(_kinds_at(path))}"
         case "value_error":
             return f"{path}: {error['ctx']['error']}"
         case "int_type" | "int_from_float" | "int_parsing":
@@ -429,25 +399,29 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_DATA_KINDS = {"text": TextData, "instruction": InstructionData}
-_STATE_KINDS = {
-    "zero": ZeroState,
-    "random_noise": RandomNoise,
-    "fitted_noise": FittedNoise,
-    "state_passing": StatePassing,
-    "tbtt": Tbtt,
+def _kinds_at(path: str) -> dict[str, type[Strict]]:
+    """What may stand at a path where `kind` decides; empty elsewhere."""
+    return _UNIONS.get(re.sub(r"\[\d+\]$", "", path.rpartition(".")[2]), {})
+
+
+_UNIONS: dict[str, dict[str, type[Strict]]] = {
+    "data": DATA_KINDS,
+    "sources": MIXED_KINDS,
+    "state": {
+        "zero": ZeroState,
+        "random_noise": RandomNoise,
+        "fitted_noise": FittedNoise,
+        "state_passing": StatePassing,
+        "tbtt": Tbtt,
+    },
 }
-_UNIONS = {"data": _DATA_KINDS, "state": _STATE_KINDS}
-_NESTED: dict[str, type[BaseModel]] = (
-    _DATA_KINDS
-    | _STATE_KINDS
-    | {
-        "stages": Stage,
-        "packing": Packing,
-        "schedule": Schedule,
-        "non_finite": NonFinite,
-        "lora": Lora,
-        "model": ExpectedModel,
-        "evaluation": Evaluation,
-    }
-)
+_NESTED: dict[str, type[BaseModel]] = {
+    "hub": HubSet,
+    "stages": Stage,
+    "packing": Packing,
+    "schedule": Schedule,
+    "non_finite": NonFinite,
+    "lora": Lora,
+    "model": ExpectedModel,
+    "evaluation": Evaluation,
+}

@@ -58,7 +58,7 @@ def iter_documents(files: Sequence[str | os.PathLike], *, column: str = "text") 
     Lone surrogates, which JSON can spell but no tokenizer accepts, become U+FFFD.
 
     Args:
-        column: field of each `.jsonl` line, or column of a `.parquet` file, that holds the text.
+        column: of each `.jsonl` line or `.parquet` row, that which holds the text; dots lead into nested ones.
 
     Raises:
         UserError: at once as `check_text_files` does; while reading, for a file that is not what its suffix
@@ -131,13 +131,13 @@ def _iter_token_pieces(paths: Sequence[Path], tokenizer: "PreTrainedTokenizerBas
             if tokenizer.eos_token_id is None:
                 raise UserError("the tokenizer has no eos token, which must separate one document from the next")
             yield [tokenizer.eos_token_id]
-        for piece in _pieces(document):
+        for piece in split_pieces(document):
             # verbose=False: pieces may exceed model_max_length, a limit that does not concern them
             yield tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Cut the text that `chunks` make up into pieces of at most PIECE characters.
+def split_pieces(chunks: Iterable[str]) -> Iterator[str]:
+    """Cut the text that `chunks` make up into pieces of at most PIECE characters, to be tokenised one by one.
 
     Where it is cut depends on the text alone, not on how it is chunked.
     """
@@ -179,11 +179,15 @@ def _no_text(path: Path, column: str | None = None) -> UserError:
 
 
 def _read_txt(path: Path, column: str) -> Iterator[Iterable[str]]:
-    yield _read_txt_chunks(path)
+    yield read_txt(path)
 
 
-def _read_txt_chunks(path: Path) -> Iterator[str]:
-    """Decode by hand: newlines stay as they are, and an error can say where in the file it is."""
+def read_txt(path: Path) -> Iterator[str]:
+    """Yield a `.txt` file in chunks. Newlines stay as they are.
+
+    Raises:
+        UserError: it is not UTF-8, binary, or blank; the message says where.
+    """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     blank = True
     with path.open("rb") as file:
@@ -206,65 +210,119 @@ def _read_txt_chunks(path: Path) -> Iterator[str]:
         raise _no_text(path)
 
 
-def _read_jsonl(path: Path, column: str) -> Iterator[Iterable[str]]:
+def _read_rows(path: Path, column: str) -> Iterator[Iterable[str]]:
     blank = True
+    for where, row in iter_rows(path, [column]):
+        text = text_of(row, column, where)
+        if text and not text.isspace():
+            blank = False
+            yield (text,)
+    if blank:
+        raise _no_text(path, column)
+
+
+def text_of(row: dict, column: str, where: str) -> str | None:
+    """Return the text of a row's column, lone surrogates replaced by U+FFFD; None where it is null.
+
+    Args:
+        column: its name; dots lead into nested ones, as in `meta.language`.
+        where: where the row is, for messages.
+
+    Raises:
+        UserError: there is no such column, or it holds something else; the message lists the columns found.
+    """
+    value = value_of(row, column, where)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{where}: column {column!r} is of type {type(value).__name__}, not a string")
+    return value and _LONE_SURROGATE.sub("\ufffd", value)
+
+
+def value_of(row: dict, column: str, where: str) -> object:
+    """Return what a row's column holds; arguments and errors are those of `text_of`."""
+    if column in row:
+        return row[column]
+    value: object = row
+    for name in column.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, dict) or name not in value:
+            raise UserError(f"{where}: no column {column!r} (columns found: {', '.join(_columns(row)) or 'none'})")
+        value = value[name]
+    return value
+
+
+def _columns(row: dict) -> Iterator[str]:
+    """Names of a row's columns, those one level down included."""
+    for name, value in row.items():
+        yield name
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in value)
+
+
+def iter_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict]]:
+    """Yield where each row of a `.jsonl` or `.parquet` file is, for messages, and its columns by name.
+
+    Args:
+        columns: those that are needed (of nested ones, all that share the first part of the name); a `.jsonl`
+            file gives the others as well.
+
+    Raises:
+        UserError: the file is not what its suffix says or not UTF-8, or a `.parquet` lacks a column. The
+            message names file and line.
+    """
+    return _ROW_READERS[path.suffix.lower()](path, columns)
+
+
+def _iter_jsonl(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
+            if not line.strip():
+                continue
             try:
-                record = json.loads(line.decode("utf-8-sig")) if line.strip() else None
+                row = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
                 raise UserError(f"{where}: not UTF-8 text") from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: not valid JSON ({error})") from None
-            if not line.strip():
-                continue
-            if not isinstance(record, dict):
-                raise UserError(f"{where}: expected a JSON object with a field {column!r}, got {line[:40]!r}")
-            if column not in record:
-                raise UserError(f"{where}: no field {column!r} (fields found: {', '.join(record) or 'none'})")
-            text = record[column]
-            if text is not None and not isinstance(text, str):
-                raise UserError(f"{where}: field {column!r} is of type {type(text).__name__}, not a string")
-            if text and not text.isspace():
-                blank = False
-                yield (_LONE_SURROGATE.sub("\ufffd", text),)
-    if blank:
-        raise _no_text(path, column)
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: expected a JSON object with {_listed(columns)}, got {line[:40]!r}")
+            yield where, row
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[Iterable[str]]:
+def _iter_parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    blank = True
     try:
         with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if column not in schema.names:
-                found = ", ".join(schema.names) or "none"
-                raise UserError(f"{path}: no column {column!r} (columns found: {found})")
-            kind = schema.field(column).type
-            if pa.types.is_dictionary(kind):
-                kind = kind.value_type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-                raise UserError(f"{path}: column {column!r} is of type {kind}, not a string")
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    if text and not text.isspace():
-                        blank = False
-                        yield (text,)
+            found = file.schema_arrow.names
+            wanted = {column if column in found else column.split(".")[0]: column for column in columns}
+            if missing := [column for root, column in wanted.items() if root not in found]:
+                raise UserError(f"{path}: no column {missing[0]!r} (columns found: {', '.join(found) or 'none'})")
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS, columns=list(wanted)):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"text file {path} is not a readable parquet file ({reason})") from None
     except UnicodeDecodeError:
-        raise UserError(f"text file {path}: column {column!r} is not UTF-8 text") from None
-    if blank:
-        raise _no_text(path, column)
+        raise UserError(f"text file {path}: {_listed(columns)} is not UTF-8 text") from None
 
+
+def _listed(columns: Sequence[str]) -> str:
+    return f"column{'s' * (len(columns) > 1)} {', '.join(map(repr, columns))}"
+
+
+_ROW_READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[tuple[str, dict]]]] = {
+    ".jsonl": _iter_jsonl,
+    ".parquet": _iter_parquet,
+}
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
     ".txt": _read_txt,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
+    ".jsonl": _read_rows,
+    ".parquet": _read_rows,
 }

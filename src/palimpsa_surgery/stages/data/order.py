@@ -28,11 +28,11 @@ class Sequences:
         self.eos_token_id: int = about["eos_token_id"]
         self.reset = stage.packing.reset_at_documents
         shape = (-1, stage.sequence_length)
-        self.tokens = np.memmap(directory / "tokens.bin", dtype=np.int32, mode="r").reshape(shape)
-        learn = directory / "learn.bin"
-        self.learn = np.memmap(learn, dtype=np.bool_, mode="r").reshape(shape) if learn.exists() else None
-        self.training, self.held_out = split(*self.tokens.shape, about["tokens"], stage.data.held_out)
-        """Indices of the sequences that are trained on, and of those that are only evaluated."""
+        self.tokens = np.memmap(directory / "tokens.bin", dtype=about["type"], mode="r").reshape(shape)
+        learn, row = directory / "learn.bin", -(-stage.sequence_length // 8)
+        self.learn = np.memmap(learn, dtype=np.uint8, mode="r").reshape(-1, row) if learn.exists() else None
+        self.held_out, self.training = split(*self.tokens.shape, about["held_out"])
+        """Indices of the sequences that are only evaluated, and of those that are trained on."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return `input_ids [T]` and `labels [T]` (int64), and `seq_idx [T]` (int32) if documents reset.
@@ -43,7 +43,8 @@ class Sequences:
         ids = torch.from_numpy(self.tokens[index].astype(np.int64))
         labels = ids.clone()
         if self.learn is not None:
-            labels[~torch.from_numpy(np.array(self.learn[index]))] = IGNORED
+            learn = np.unpackbits(self.learn[index], count=len(ids)).astype(np.bool_)
+            labels[~torch.from_numpy(learn)] = IGNORED
         if not self.reset:
             return {"input_ids": ids, "labels": labels}
         starts = torch.zeros_like(ids, dtype=torch.bool)
@@ -92,12 +93,11 @@ def collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([item[key] for item in items]) for key in items[0]}
 
 
-def split(sequences: int, length: int, tokens: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the sequences that lie before the last `held_out` of the tokens, and within it.
+def split(sequences: int, length: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the sequences that lie within the first `held_out` tokens, and of those behind them.
 
-    Two stages that read the same text at different lengths thus hold out the same text; a sequence across
-    the border is left out of both.
+    Two stages that read the same text at different lengths thus hold out the same text; a sequence across the
+    border is left out of both.
     """
-    border = tokens - round(tokens * held_out)
     starts = np.arange(sequences) * length
-    return np.flatnonzero(starts + length <= border), np.flatnonzero(starts >= border)
+    return np.flatnonzero(starts + length <= held_out), np.flatnonzero(starts >= held_out)

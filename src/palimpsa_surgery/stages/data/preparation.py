@@ -1,63 +1,286 @@
-"""A stage's data: files in, sequences of tokens on disk.
+"""A stage's data on disk: written once, then read by position.
 
-Files are tokenised once, into `tokens.bin` (int32, `[sequences, sequence_length]`) and, for instructions,
-`learn.bin` (one byte per token: is it part of an answer?).
+    data/
+      tokens.bin   uint16 where the vocabulary allows it, else uint32: `[sequences, sequence_length]`
+      learn.bin    one bit per token, each sequence in whole bytes: is it a target? Absent if all are
+      data.json    what is in them
+
+The first sequences are held out, the others are trained on. While data are written the folder is called
+`data.unfinished`, and from time to time the state of every source is put beside them: what is killed goes on from
+there, and is never taken for whole.
 """
 
+import errno
+import hashlib
 import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages.data.instructions import write_instructions
+from palimpsa_surgery.errors import Unavailable, UserError
+from palimpsa_surgery.stages.data.mixture import next_source
 from palimpsa_surgery.stages.data.order import split
-from palimpsa_surgery.stages.recipe import Stage, TextData, local_path
-from palimpsa_surgery.surgery.outputs import fresh_directory
-from palimpsa_surgery.surgery.text import iter_token_blocks
+from palimpsa_surgery.stages.data.packing import SequenceStream
+from palimpsa_surgery.stages.recipe import Evaluation, Stage
+from palimpsa_surgery.stages.recipe_data import name_of, sources_of
+from palimpsa_surgery.surgery.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SAVE_TOKENS = 1 << 26
+"""Tokens between two states from which an interrupted preparation goes on."""
 
-def prepare(stage: Stage, tokenizer: "PreTrainedTokenizerBase", directory: Path) -> dict[str, int]:
-    """Tokenise a stage's files into `directory`, which appears whole or not at all.
+_UNFINISHED = ".unfinished"
+_STATE = "state.npz"
+
+
+def token_type(vocabulary: int) -> np.dtype:
+    """The smallest of the types that tokens are stored in, for a vocabulary of so many entries."""
+    return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+
+
+def held_out_tokens(stage: Stage, tokens: int, scored: int) -> int:
+    """How many tokens are held out of data that are enough for the stage.
+
+    Stages that read the same source hold out the same text of it if their `tokens` and `held_out` are the same and
+    their sequences no longer than that.
+    """
+    fraction = stage.data.held_out
+    return max(stage.sequence_length, min(math.ceil(tokens * fraction / (1 - fraction)), scored))
+
+
+def wanted_sequences(stage: Stage, tokens: int, scored: int) -> tuple[int, int]:
+    """Sequences that are held out, and that are written in all, if the data are enough."""
+    held_out = math.ceil(held_out_tokens(stage, tokens, scored) / stage.sequence_length)
+    return held_out, held_out + tokens // stage.sequence_length
+
+
+def data_bytes(stage: Stage, tokens: int, scored: int, vocabulary: int) -> int:
+    """Bytes on disk of a stage's data, at most."""
+    _, sequences = wanted_sequences(stage, tokens, scored)
+    masked = any(source.kind != "text" for _, source in sources_of(stage.data))
+    per_sequence = stage.sequence_length * token_type(vocabulary).itemsize
+    return sequences * (per_sequence + masked * math.ceil(stage.sequence_length / 8))
+
+
+def prepare(
+    stage: Stage,
+    tokenizer: "PreTrainedTokenizerBase",
+    directory: Path,
+    *,
+    tokens: int | None = None,
+    scored: int = Evaluation().tokens,
+    seed: int = 0,
+    place: str = "",
+) -> dict[str, Any]:
+    """Tokenise a stage's sources into `directory`, which appears whole or not at all.
+
+    As many tokens are read as will be trained on, and those held out before them; of a source that is no part of a
+    mixture and has fewer, all. What an interrupted call has done is gone on from.
+
+    Args:
+        tokens: to train on; None: the stage's.
+        scored: how many tokens will be evaluated, which is all that is held out where data are enough.
+        seed: the recipe's, for the order of files.
+        place: of the stage in the recipe, such as `stages[1]`, for messages.
 
     Returns:
-        Counts: `sequences`, `tokens` (those of a last, shorter sequence included), and for instructions the
-        `examples` used, and those dropped for lack of a prompt or answer (`unanswered`) or because one
-        sequence could not hold them (`too_long`).
+        `sequences`, `tokens` (those of a last, shorter sequence included), `held_out` (tokens), and under `sources`,
+        for each: `name`, `sequences`, and what was read and left out of it (see `SequenceStream.counts`); for a
+        mixture also `share` and `met`, the share that it really has.
 
     Raises:
-        UserError: the files cannot be read, or do not give a sequence to train on and one to hold out.
+        UserError: a source cannot be read or has run out, or there are not enough data to train and evaluate.
+        Unavailable: the Hub fails, or the disk is full.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-text token (eos_token), which must end every document")
-    write = {"text": _write_text, "instruction": write_instructions}[stage.data.kind]
-    with fresh_directory(directory) as work:
-        counts = write(stage.data, stage.sequence_length, tokenizer, work)
-        training, held_out = split(counts["sequences"], stage.sequence_length, counts["tokens"], stage.data.held_out)
-        if not len(training) or not len(held_out):
-            dropped = f"; {counts['too_long']} examples are longer than that" if counts.get("too_long") else ""
-            raise UserError(
-                f"stage {stage.name}: {counts['tokens']} tokens of data, held_out {stage.data.held_out:g} of them, "
-                f"make {len(training)} sequences of {stage.sequence_length} to train on and {len(held_out)} to "
-                f"evaluate; each needs one{dropped}"
-            )
-        (work / "data.json").write_text(json.dumps(counts | {"eos_token_id": tokenizer.eos_token_id}))
+    work = directory.with_name(directory.name + _UNFINISHED)
+    key = _fingerprint(stage, tokenizer, tokens, scored, seed)
+    state = _read_state(work, key)
+    if state is None:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+    writer = _Writer(stage, tokenizer, work, tokens=tokens or stage.tokens, scored=scored, seed=seed, place=place)
+    with _room(work):
+        counts = writer.write(key, state)
+        (work / _STATE).unlink(missing_ok=True)
+    work.rename(directory)
     return counts
 
 
-def _write_text(data: TextData, length: int, tokenizer: "PreTrainedTokenizerBase", directory: Path) -> dict[str, int]:
-    files = [local_path(file) for file in data.files]
-    counts = {"sequences": 0, "tokens": 0}
-    with (directory / "tokens.bin").open("wb") as out:
-        for block in iter_token_blocks(
-            files, tokenizer, sequence_length=length, max_tokens=data.max_tokens, column=data.column
+class _Writer:
+    """Writes the sequences of a stage's sources, interleaved."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        tokenizer: "PreTrainedTokenizerBase",
+        work: Path,
+        *,
+        tokens: int,
+        scored: int,
+        seed: int,
+        place: str,
+    ) -> None:
+        self.stage, self.tokenizer, self.work, self.seed, self.place = stage, tokenizer, work, seed, place
+        self.length = stage.sequence_length
+        self.held_out, self.wanted = wanted_sequences(stage, tokens, scored)
+        self.border = held_out_tokens(stage, tokens, scored)
+        self.places, self.fields = zip(*sources_of(stage.data), strict=True)
+        self.shares = [getattr(source, "share", 1.0) for source in self.fields]
+        self.mixed = stage.data.kind == "mixture"
+        self.type = token_type(len(tokenizer))
+
+    def write(self, key: str, state: dict[str, Any] | None) -> dict[str, Any]:
+        """Write everything from a state on, and return the counts."""
+        streams = self._open(state)
+        masked = any(stream.source.masked for stream in streams)
+        done = sum(stream.sequences for stream in streams)
+        tokens_file, learn_file = self.work / "tokens.bin", self.work / "learn.bin"
+        row = self.length * self.type.itemsize
+        saved = done
+        with (
+            _opened(tokens_file, done * row) as tokens_out,
+            _opened(learn_file, done * math.ceil(self.length / 8)) as learn_out,
+            progress_bar(f"tokenising {self.stage.name}", self.wanted * self.length) as advance,
         ):
-            if len(block) == length:  # the last one may be shorter: it is left out
-                out.write(np.asarray(block, dtype=np.int32).tobytes())
-                counts["sequences"] += 1
-            counts["tokens"] += len(block)
-    return counts
+            advance(done * self.length)
+            while done < self.wanted:
+                number = next_source(self.shares, [stream.sequences for stream in streams])
+                sequence = self._take(streams[number], number)
+                if sequence is None:
+                    break
+                tokens_out.write(sequence.ids.astype(self.type).tobytes())
+                if masked:
+                    learn_out.write(np.packbits(sequence.learn).tobytes())
+                done += 1
+                advance(self.length)
+                if done == self.held_out:
+                    for stream in streams:
+                        stream.begin_laps_here()
+                if done >= self.held_out and (done - saved) * self.length >= SAVE_TOKENS:
+                    for file in (tokens_out, learn_out):
+                        file.flush()
+                        os.fsync(file.fileno())
+                    _write_state(self.work, key, streams)
+                    saved = done
+        if not masked:
+            learn_file.unlink()
+        return self._finish(streams, done)
+
+    def _open(self, state: dict[str, Any] | None) -> list[SequenceStream]:
+        streams = []
+        for number, fields in enumerate(self.fields):
+            with self._named(number):
+                given = None if state is None else state[number]
+                how = {"length": self.length, "seed": self.seed, "state": given}
+                streams.append(SequenceStream(fields, self.tokenizer, **how))
+        return streams
+
+    def _take(self, stream: SequenceStream, number: int) -> Any:
+        with self._named(number):
+            sequence = stream.take()
+            if sequence is None and self.mixed:
+                needed = math.ceil(self.wanted * self.shares[number]) * self.length
+                again = "" if self.fields[number].repeat else " (repeat: true would begin it again)"
+                raise UserError(
+                    f"{name_of(self.fields[number])} ran out after {stream.sequences * self.length + stream.rest:,} of "
+                    f"the {needed:,} tokens that its share of the stage needs{again}{_left_out(stream)}"
+                )
+        return sequence
+
+    @contextmanager
+    def _named(self, number: int) -> Iterator[None]:
+        """Put the source's place in the recipe before the message of an error."""
+        try:
+            yield
+        except UserError as error:
+            raise type(error)(f"{self.place}{'.' * bool(self.place)}data{self.places[number]}: {error}") from error
+
+    def _finish(self, streams: list[SequenceStream], sequences: int) -> dict[str, Any]:
+        whole = sequences == self.wanted
+        tokens = sequences * self.length + (0 if whole else streams[0].rest)
+        fraction = self.stage.data.held_out
+        border = self.border if whole else min(self.border, max(self.length, round(tokens * fraction)))
+        held_out, training = split(sequences, self.length, border)
+        if not len(training) or not len(held_out):
+            raise UserError(
+                f"stage {self.stage.name}: {tokens} tokens of data, held_out {fraction:g} of them, make "
+                f"{len(training)} sequences of {self.length} to train on and {len(held_out)} to evaluate; each needs "
+                f"one{''.join(map(_left_out, streams))}"
+            )
+        sources = [
+            {"name": name_of(fields), "sequences": stream.sequences, **dict(sorted(stream.counts.items()))}
+            | ({"share": fields.share, "met": stream.sequences / sequences} if self.mixed else {})
+            for fields, stream in zip(self.fields, streams, strict=True)
+        ]
+        counts = {"sequences": sequences, "tokens": tokens, "held_out": border, "sources": sources}
+        about = counts | {"eos_token_id": self.tokenizer.eos_token_id, "type": self.type.name}
+        (self.work / "data.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        return counts
+
+
+def _left_out(stream: SequenceStream) -> str:
+    left = {name: stream.counts[name] for name in ("too_long", "unanswered") if stream.counts[name]}
+    return "; left out: " + ", ".join(f"{count} {name}" for name, count in left.items()) if left else ""
+
+
+@contextmanager
+def _opened(path: Path, size: int) -> Iterator[Any]:
+    """Open a file to go on writing at `size` bytes, what comes after them being of no use."""
+    with path.open("ab") as file:
+        file.truncate(size)
+        yield file
+
+
+@contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """Say what to do about a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise Unavailable(
+            f"the disk is full: {folder} cannot be written; make room and run the same command again to go on"
+        ) from error
+
+
+def _fingerprint(stage: Stage, tokenizer: "PreTrainedTokenizerBase", tokens: int | None, scored: int, seed: int) -> str:
+    """What the data depend on: a state of other data is of no use."""
+    files = [file for _, source in sources_of(stage.data) for file in getattr(source, "files", None) or ()]
+    sizes = [os.stat(file).st_size for file in files if os.path.exists(file)]
+    vocabulary = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
+    parts = [stage.model_dump_json(), tokens, scored, seed, sizes, vocabulary]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _write_state(work: Path, key: str, streams: list[SequenceStream]) -> None:
+    states = [stream.state() for stream in streams]
+    arrays = {f"{name}{number}": state.pop(name) for number, state in enumerate(states) for name in ("ids", "learn")}
+    draft = work / f"draft-{_STATE}"
+    np.savez(draft, about=json.dumps({"key": key, "states": states}), **arrays)
+    os.replace(draft, work / _STATE)
+
+
+def _read_state(work: Path, key: str) -> list[dict[str, Any]] | None:
+    """The state of each source; None if there is none that can be gone on from."""
+    try:
+        with np.load(work / _STATE) as file:
+            about = json.loads(str(file["about"]))
+            if about["key"] != key:
+                return None
+            return [
+                state | {name: file[f"{name}{number}"] for name in ("ids", "learn")}
+                for number, state in enumerate(about["states"])
+            ]
+    except (OSError, ValueError, KeyError):
+        return None

@@ -14,6 +14,7 @@ from palimpsa_surgery.stages.synthetic.registry import (
     TOKEN_TASKS,
     generate,
     generate_tokens,
+    make_task,
     score,
 )
 from palimpsa_surgery.stages.synthetic.scoring import string_match_all, string_match_part, token_accuracy
@@ -27,6 +28,7 @@ __all__ = [
     "TokenBatch",
     "generate",
     "generate_tokens",
+    "make_task",
     "mqar",
     "score",
     "string_match_all",

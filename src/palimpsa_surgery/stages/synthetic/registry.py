@@ -61,7 +61,7 @@ def generate(
         UserError: at once, for an unknown task or option, or an argument out of its bounds, named in the message;
             then or while generating, for a length that a question and a single unit of hay do not fit.
     """
-    maker = _make(task, options)
+    maker = make_task(task, options)
     check_integer("length", length, 1)
     check_integer("count", count, 1)
     check_integer("seed", seed, 0)
@@ -134,7 +134,12 @@ def score(example: Example, prediction: str) -> float:
     return metric(prediction, example.answers)
 
 
-def _make(task: str, options: dict[str, Any]) -> TextTask:
+def make_task(task: str, options: dict[str, Any]) -> TextTask:
+    """Check a text task's name and options, and return what drafts its examples.
+
+    Raises:
+        UserError: there is no such task or option, or an option is out of its bounds.
+    """
     if task not in TEXT_TASKS:
         hint = "; it is made of token ids, see generate_tokens" if task in TOKEN_TASKS else ""
         raise UserError(f"task {task!r} is not one of those made of text ({', '.join(TEXT_TASKS)}){hint}")
