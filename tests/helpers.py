@@ -18,3 +18,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float,
         assert bad == 0, f"{name}: {bad} of {tensor.numel()} values of {label} are NaN or infinite"
     error = relative_error(actual, expected)
     assert error <= tolerance, f"{name}: relative error {error:.3g} > {tolerance:.3g}"
+
+
+def http_error(kind: type[Exception]) -> Exception:
+    """A refusal as `huggingface_hub` raises it."""
+    import httpx2 as httpx
+
+    return kind("refused", response=httpx.Response(401, request=httpx.Request("GET", "https://huggingface.co")))

@@ -354,7 +354,7 @@ def test_output_that_is_something_else(checkpoint, small_recipe, tmp_path, monke
 def test_bad_data_leave_no_run_behind(checkpoint, recipe_dict, write_recipe, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')
     recipe_dict["stages"][1]["data"] = {"kind": "text", "files": ["bad.jsonl"]}
-    with pytest.raises(UserError, match=r"no field 'text'"):
+    with pytest.raises(UserError, match=r"stages\[1\]\.data: .*bad.jsonl:2: no column 'text'"):
         train(checkpoint, load_recipe(write_recipe(recipe_dict)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

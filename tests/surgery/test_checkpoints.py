@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config, Mamba2ForCausalLM
 
-from helpers import assert_close, relative_error
+from helpers import assert_close, http_error, relative_error
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.surgery import hub
@@ -454,12 +454,6 @@ def test_hub_repository_with_a_pickle_only(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert open_source("state-spaces/mamba2-tiny").kind == "native"
-
-
-def http_error(kind: type[Exception]) -> Exception:
-    import httpx2 as httpx
-
-    return kind("refused", response=httpx.Response(401, request=httpx.Request("GET", "https://huggingface.co")))
 
 
 @pytest.mark.parametrize(

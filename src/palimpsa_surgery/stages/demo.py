@@ -216,10 +216,11 @@ def measure_perplexities(models: dict[str, Path]) -> Perplexities:
     _, _, tail = asset_path("kjv.txt").read_bytes()[-HELD_OUT_BYTES:].decode("utf-8").partition("\n")
     text = re.sub(r"\s+(\w+:\d+ )?", " ", tail.partition(" ")[2])  # without verse numbers, as in training
     rows = torch.tensor(tokenizer(text)["input_ids"][:HELD_OUT_TOKENS]).view(-1, SEQUENCE_LENGTH)
-    stage = load_recipe("demo").stages[-1]
+    recipe = load_recipe("demo")
+    stage = recipe.stages[-1]
     prose, answers = {}, {}
     with tempfile.TemporaryDirectory() as scratch:
-        prepare(stage, tokenizer, Path(scratch, "data"))
+        prepare(stage, tokenizer, Path(scratch, "data"), scored=recipe.evaluation.tokens, seed=recipe.seed)
         questions = Sequences(Path(scratch, "data"), stage)
         for name, folder in track(models.items(), "scoring held-out text", len(models)):
             network = load_model(folder)

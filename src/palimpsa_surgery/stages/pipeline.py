@@ -27,7 +27,7 @@ import yaml
 
 from palimpsa_surgery import ranks
 from palimpsa_surgery._version import __version__
-from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.errors import Unavailable, UserError
 from palimpsa_surgery.stages.launch import check_request, check_shared_folder, fsdp_requested, share
 from palimpsa_surgery.stages.plan import Plan, make_plan
 from palimpsa_surgery.stages.recipe import Recipe, differences, load_recipe
@@ -138,7 +138,8 @@ def train(
     options = {"max_steps": max_steps, "tokenizer": None if tokenizer is None else str(tokenizer)}
     record = ranks.agreed(lambda: _existing(output, recipe, options))
 
-    from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
+    from palimpsa_surgery.stages.data import check_data
+    from palimpsa_surgery.surgery.checkpoints import load_tokenizer, open_source
 
     source = open_source(checkpoint)
     statuses = [entry["status"] for entry in record["stages"]] if record else None
@@ -146,14 +147,17 @@ def train(
     wanted = [index for index, name in enumerate(names) if stage in (None, name)]
     if wanted[0] > 0 and (statuses or ["pending"] * len(names))[wanted[0] - 1] != "done":
         raise UserError(f"stage {names[wanted[0]]} needs stage {names[wanted[0] - 1]}, which is not done")
+    text_tokenizer = None if dry_run else load_tokenizer(source, tokenizer)
+    if record is None:
+        ranks.first(lambda: check_data(recipe, text_tokenizer))
     if dry_run:
         return Run(plan, {}, ())
 
-    text_tokenizer = load_tokenizer(source, tokenizer)
-    record = ranks.agreed(lambda: _begin(plan, record, options, text_tokenizer, fingerprint(load_model(source))))
+    record = record or ranks.agreed(lambda: _start(plan, options))
     did = []
     with _only_process(output):
         ranks.first(lambda: _check_unchanged(output, record))
+        record = ranks.agreed(lambda: _ready(plan, record, wanted, text_tokenizer))
         for index in wanted:
             if record["stages"][index]["status"] != "done":
                 run_stage(plan, record, index, text_tokenizer)
@@ -275,66 +279,90 @@ def _existing(output: Path, recipe: Recipe, options: dict) -> dict | None:
     return record
 
 
-def _begin(
-    plan: Plan, record: dict | None, options: dict, tokenizer: "PreTrainedTokenizerBase", base_fingerprint: str
-) -> dict:
-    """Make a new run, or see that the one at hand started from these weights; return its record."""
-    if record is None:
-        return _start(plan, options, tokenizer, base_fingerprint)
-    if base_fingerprint != record["base_fingerprint"]:
-        raise UserError(
-            f"run {plan.output} was started from other weights: fingerprint {record['base_fingerprint']}, "
-            f"checkpoint {plan.source.name} has {base_fingerprint}"
-        )
-    return record
-
-
 def _check_unchanged(output: Path, record: dict) -> None:
     if _read_run(output) != record:
         raise UserError(f"run {output} was changed by another process meanwhile: start again to go on with it")
 
 
-def _start(plan: Plan, options: dict, tokenizer: "PreTrainedTokenizerBase", base_fingerprint: str) -> dict:
-    """Make the run's folder, with every stage's data in it; it appears whole or not at all."""
+def _start(plan: Plan, options: dict) -> dict:
+    """Make the run's folder, in which nothing has been done yet."""
     import torch
     import transformers
 
-    from palimpsa_surgery.stages.data import prepare
-
-    stages = []
-    with fresh_directory(plan.output) as work, progress_bar("tokenising", len(plan.stages)) as advance:
-        for part in plan.stages:
-            stages.append(
-                {
-                    "name": part.stage.name,
-                    "status": "pending",
-                    "folder": part.folder,
-                    "steps": part.steps,
-                    "tokens": part.tokens,
-                    "data": prepare(part.stage, tokenizer, work / part.folder / "data"),
-                    "final": None,
-                }
-            )
-            advance(1)
-        record = {
-            "version": 1,
-            "recipe": plan.recipe.name,
-            "base": plan.source.name,
-            "base_fingerprint": base_fingerprint,
-            "seed": plan.recipe.seed,
-            **options,
-            "stages": stages,
-            "final": None,
-            "versions": {
-                "palimpsa_surgery": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-        }
+    record = {
+        "version": 1,
+        "recipe": plan.recipe.name,
+        "base": plan.source.name,
+        "base_fingerprint": None,
+        "seed": plan.recipe.seed,
+        **options,
+        "stages": [
+            {
+                "name": part.stage.name,
+                "status": "pending",
+                "folder": part.folder,
+                "steps": part.steps,
+                "tokens": part.tokens,
+                "data": None,
+                "final": None,
+            }
+            for part in plan.stages
+        ],
+        "final": None,
+        "versions": {
+            "palimpsa_surgery": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    with fresh_directory(plan.output) as work:
         (work / RECIPE_FILE).write_text(plan.recipe.to_yaml(), encoding="utf-8")
         _write_run(work, record)
     return record
+
+
+def _ready(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrainedTokenizerBase") -> dict:
+    """Tokenise the data that are needed, then see that the weights are those of the run; return its record."""
+    from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model
+
+    _prepare_data(plan, record, wanted, tokenizer)
+    found = fingerprint(load_model(plan.source))
+    if record["base_fingerprint"] is None:
+        record["base_fingerprint"] = found
+        _write_run(plan.output, record)
+    elif found != record["base_fingerprint"]:
+        raise UserError(
+            f"run {plan.output} was started from other weights: fingerprint {record['base_fingerprint']}, "
+            f"checkpoint {plan.source.name} has {found}"
+        )
+    return record
+
+
+def _prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Tokenise the data of the stages that will run; where an earlier call was interrupted, go on.
+
+    Data that turn out to be of no use leave no run behind, if it has not got any further than that.
+    """
+    from palimpsa_surgery.stages.data import prepare
+
+    how = {"scored": plan.recipe.evaluation.tokens, "seed": plan.recipe.seed}
+    try:
+        for index in wanted:
+            part, entry = plan.stages[index], record["stages"][index]
+            if entry["data"] is None:
+                folder = plan.output / part.folder / "data"
+                _discard([folder])  # whole, but a kill came before it was recorded
+                entry["data"] = prepare(
+                    part.stage, tokenizer, folder, tokens=part.tokens, place=f"stages[{index}].", **how
+                )
+                _write_run(plan.output, record)
+    except Unavailable:
+        raise
+    except UserError:
+        if record["base_fingerprint"] is None:
+            shutil.rmtree(plan.output)
+        raise
 
 
 def _read_run(output: Path) -> dict | None:

@@ -2,6 +2,15 @@
 
 from palimpsa_surgery.stages.data.lanes import ContinuedOrder, training_order
 from palimpsa_surgery.stages.data.order import IGNORED, Sequences, TrainingOrder, collate
-from palimpsa_surgery.stages.data.preparation import prepare
+from palimpsa_surgery.stages.data.preparation import check_data, prepare
 
-__all__ = ["IGNORED", "ContinuedOrder", "Sequences", "TrainingOrder", "collate", "prepare", "training_order"]
+__all__ = [
+    "IGNORED",
+    "ContinuedOrder",
+    "Sequences",
+    "TrainingOrder",
+    "check_data",
+    "collate",
+    "prepare",
+    "training_order",
+]

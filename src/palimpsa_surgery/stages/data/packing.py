@@ -46,7 +46,8 @@ class SequenceStream:
         self.source: Source = open_source(fields, tokenizer, seed=seed)
         self.length, self.eos = length, tokenizer.eos_token_id
         self.limit: int | None = getattr(fields, "max_tokens", None)
-        self.repeats: bool = getattr(fields, "repeat", False)
+        self.repeats = getattr(fields, "repeat", False)
+        self._laps_allowed = state is not None  # not before it is known what is held out
         state = state or {}
         self.sequences: int = state.get("sequences", 0)
         """How many have been taken."""
@@ -75,7 +76,11 @@ class SequenceStream:
         }
 
     def begin_laps_here(self) -> None:
-        """Let a source that is begun again begin behind what has been taken so far, which is held out."""
+        """Let a source that is begun again begin behind what has been taken so far, which is held out.
+
+        Until this is called no source is begun again.
+        """
+        self._laps_allowed = True
         end, position = self._ends[0] if self._ends else (len(self._ids), self._position)
         self._restart = position, self._lap_tokens - len(self._ids) + end
 
@@ -113,7 +118,7 @@ class SequenceStream:
             self._take_in([(unit, position) for unit, (_, position) in zip(encoded, batch, strict=True)])
             return True
         position, tokens = self._restart
-        if not self.repeats or self._lap_tokens == tokens:
+        if not (self.repeats and self._laps_allowed) or self._lap_tokens == tokens:
             return False
         self._position, self._lap_tokens, self._units = position, tokens, None
         self.counts["laps"] += 1

@@ -27,7 +27,8 @@ from palimpsa_surgery.errors import Unavailable, UserError
 from palimpsa_surgery.stages.data.mixture import next_source
 from palimpsa_surgery.stages.data.order import split
 from palimpsa_surgery.stages.data.packing import SequenceStream
-from palimpsa_surgery.stages.recipe import Evaluation, Stage
+from palimpsa_surgery.stages.data.sources import open_source
+from palimpsa_surgery.stages.recipe import Evaluation, Recipe, Stage
 from palimpsa_surgery.stages.recipe_data import name_of, sources_of
 from palimpsa_surgery.surgery.progress import progress_bar
 
@@ -70,6 +71,22 @@ def data_bytes(stage: Stage, tokens: int, scored: int, vocabulary: int) -> int:
     return sequences * (per_sequence + masked * math.ceil(stage.sequence_length / 8))
 
 
+def check_data(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    """Open every source of a recipe and look at its first row, before anything costly is done.
+
+    Args:
+        tokenizer: None: nothing is downloaded, so only local files are looked at.
+
+    Raises:
+        UserError, Unavailable: as `open_source` does; the message begins with the place in the recipe.
+    """
+    for index, stage in enumerate(recipe.stages):
+        for place, source in sources_of(stage.data):
+            if tokenizer is not None or getattr(source, "files", None) is not None:
+                with _named(f"stages[{index}].data{place}"):
+                    open_source(source, tokenizer, seed=recipe.seed)
+
+
 def prepare(
     stage: Stage,
     tokenizer: "PreTrainedTokenizerBase",
@@ -89,7 +106,7 @@ def prepare(
         tokens: to train on; None: the stage's.
         scored: how many tokens will be evaluated, which is all that is held out where data are enough.
         seed: the recipe's, for the order of files.
-        place: of the stage in the recipe, such as `stages[1]`, for messages.
+        place: of the stage in the recipe, such as `stages[1].`, for messages.
 
     Returns:
         `sequences`, `tokens` (those of a last, shorter sequence included), `held_out` (tokens), and under `sources`,
@@ -109,9 +126,15 @@ def prepare(
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
     writer = _Writer(stage, tokenizer, work, tokens=tokens or stage.tokens, scored=scored, seed=seed, place=place)
-    with _room(work):
-        counts = writer.write(key, state)
-        (work / _STATE).unlink(missing_ok=True)
+    try:
+        with _room(work):
+            counts = writer.write(key, state)
+            (work / _STATE).unlink(missing_ok=True)
+    except Unavailable:
+        raise
+    except UserError:
+        shutil.rmtree(work)
+        raise
     work.rename(directory)
     return counts
 
@@ -130,11 +153,12 @@ class _Writer:
         seed: int,
         place: str,
     ) -> None:
-        self.stage, self.tokenizer, self.work, self.seed, self.place = stage, tokenizer, work, seed, place
+        self.stage, self.tokenizer, self.work, self.seed = stage, tokenizer, work, seed
         self.length = stage.sequence_length
         self.held_out, self.wanted = wanted_sequences(stage, tokens, scored)
         self.border = held_out_tokens(stage, tokens, scored)
-        self.places, self.fields = zip(*sources_of(stage.data), strict=True)
+        places, self.fields = zip(*sources_of(stage.data), strict=True)
+        self.places = [f"{place}data{inner}" for inner in places]
         self.shares = [getattr(source, "share", 1.0) for source in self.fields]
         self.mixed = stage.data.kind == "mixture"
         self.type = token_type(len(tokenizer))
@@ -179,14 +203,14 @@ class _Writer:
     def _open(self, state: dict[str, Any] | None) -> list[SequenceStream]:
         streams = []
         for number, fields in enumerate(self.fields):
-            with self._named(number):
+            with _named(self.places[number]):
                 given = None if state is None else state[number]
                 how = {"length": self.length, "seed": self.seed, "state": given}
                 streams.append(SequenceStream(fields, self.tokenizer, **how))
         return streams
 
     def _take(self, stream: SequenceStream, number: int) -> Any:
-        with self._named(number):
+        with _named(self.places[number]):
             sequence = stream.take()
             if sequence is None and self.mixed:
                 needed = math.ceil(self.wanted * self.shares[number]) * self.length
@@ -196,14 +220,6 @@ class _Writer:
                     f"the {needed:,} tokens that its share of the stage needs{again}{_left_out(stream)}"
                 )
         return sequence
-
-    @contextmanager
-    def _named(self, number: int) -> Iterator[None]:
-        """Put the source's place in the recipe before the message of an error."""
-        try:
-            yield
-        except UserError as error:
-            raise type(error)(f"{self.place}{'.' * bool(self.place)}data{self.places[number]}: {error}") from error
 
     def _finish(self, streams: list[SequenceStream], sequences: int) -> dict[str, Any]:
         whole = sequences == self.wanted
@@ -231,6 +247,15 @@ class _Writer:
 def _left_out(stream: SequenceStream) -> str:
     left = {name: stream.counts[name] for name in ("too_long", "unanswered") if stream.counts[name]}
     return "; left out: " + ", ".join(f"{count} {name}" for name, count in left.items()) if left else ""
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Put a place in the recipe before the message of an error."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{place}: {error}") from error
 
 
 @contextmanager

@@ -72,6 +72,7 @@ class HubFiles:
             import datasets
 
             datasets.disable_progress_bars()  # those of listing files; the stage has one of its own
+            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as errors, it raises as well
             self.dataset = datasets.load_dataset(
                 hub.dataset,
                 hub.config,
@@ -80,7 +81,7 @@ class HubFiles:
                 data_files=None if hub.data_files is None else list(hub.data_files),
                 streaming=True,
             )
-        if (found := self.dataset.features) is not None:  # else they are known from the rows alone
+        if found := self.dataset.features:  # else they are known from the rows alone
             for column in columns:
                 value_of(found, column, self.name)
             roots = {column if column in found else column.split(".")[0] for column in columns}

@@ -1,0 +1,306 @@
+"""Preparation: mixtures by share, what is held out, what an interruption leaves, and a full disk."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from palimpsa_surgery.errors import Unavailable, UserError
+from palimpsa_surgery.stages.data import IGNORED, Sequences, check_data, packing, preparation, prepare
+from palimpsa_surgery.stages.data.mixture import next_source
+from palimpsa_surgery.stages.data.preparation import data_bytes, token_type
+from palimpsa_surgery.stages.recipe import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """So that little is made in advance."""
+    monkeypatch.setattr(packing, "BATCH_UNITS", 5)
+
+
+SHARES = [0.41, 0.27, 0.2, 0.07, 0.05]
+
+
+def test_shares_are_met_within_one_percent_over_ten_million_tokens():
+    length, taken, order = 1024, [0] * len(SHARES), []
+    for _ in range(10_000_000 // length):
+        order.append(next_source(SHARES, taken))
+        taken[order[-1]] += 1
+        total = sum(taken)
+        assert all(abs(count - share * total) < len(SHARES) for share, count in zip(SHARES, taken, strict=True))
+    for share, count in zip(SHARES, taken, strict=True):
+        assert abs(count / len(order) / share - 1) < 0.01
+    assert [order.count(number) for number in range(5)] == taken
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Three files in which every document tells where it is from."""
+    for name, count in (("a", 400), ("b", 400), ("c", 12)):
+        rows = [{"text": f"{name} document number {n} of the file, which is short"} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def mixture(**changes) -> dict:
+    sources = [
+        {"kind": "text", "share": 0.5, "files": ["a.jsonl"]},
+        {"kind": "text", "share": 0.3, "files": ["b.jsonl"]},
+        {"kind": "synthetic", "share": 0.2, "task": "passkey", "length": 127, "min_length": 100, "name": "keys"},
+    ]
+    return {"kind": "mixture", "sources": sources, "held_out": 0.2} | changes
+
+
+@pytest.fixture
+def recipe(recipe_dict, write_recipe, words):
+    """A recipe whose stage trains on 40 sequences of 128 tokens."""
+
+    def make(data, **changes):
+        stage = recipe_dict["stages"][0] | {"sequence_length": 128, "batch_tokens": 256, "tokens": 5120}
+        recipe_dict["stages"] = [stage | {"data": data} | changes]
+        return load_recipe(write_recipe(recipe_dict))
+
+    return make
+
+
+def stage_of(recipe):
+    return recipe.stages[0]
+
+
+def test_a_mixture_on_disk(recipe, tokenizer, tmp_path):
+    stage = stage_of(recipe(mixture()))
+    counts = prepare(stage, tokenizer, tmp_path / "data", scored=1000)
+    assert (counts["held_out"], counts["sequences"]) == (1000, 8 + 40)
+    shares = [(source["name"], source["share"], source["sequences"]) for source in counts["sources"]]
+    assert shares == [("a.jsonl", 0.5, 24), ("b.jsonl", 0.3, 14), ("keys", 0.2, 10)]
+    assert [source["met"] for source in counts["sources"]] == [24 / 48, 14 / 48, 10 / 48]
+    sequences = Sequences(tmp_path / "data", stage)
+    assert len(sequences.held_out) == 7
+    assert len(sequences.training) == 40
+    seen = {"a": 0, "b": 0, "keys": 0}
+    for index in range(len(sequences.tokens)):
+        item = sequences[index]
+        text = tokenizer.decode(item["input_ids"])
+        kind = "keys" if "pass key" in text else "a" if "a document" in text else "b"
+        seen[kind] += 1
+        learnt = (item["labels"] != IGNORED).sum().item()
+        assert learnt < 20 if kind == "keys" else learnt > 100
+        if kind != "keys":
+            assert f"{ {'a': 'b', 'b': 'a'}[kind] } document" not in text, "a sequence is of one source"
+    assert seen == {"a": 24, "b": 14, "keys": 10}
+    size = sum((tmp_path / "data" / name).stat().st_size for name in ("tokens.bin", "learn.bin"))
+    assert size == data_bytes(stage, 5120, 1000, len(tokenizer)) == 48 * (2 * 128 + 16)
+
+
+def test_a_mixture_is_the_same_every_time(recipe, tokenizer, tmp_path):
+    stage = stage_of(recipe(mixture()))
+    for name in ("one", "two"):
+        prepare(stage, tokenizer, tmp_path / name)
+    for name in ("tokens.bin", "learn.bin", "data.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_a_source_that_runs_out_is_named(recipe, tokenizer, tmp_path):
+    data = mixture()
+    data["sources"][1]["files"] = ["c.jsonl"]
+    message = (
+        r"^stages\[0\]\.data\.sources\[1\]: c.jsonl ran out after \d+ of the 1,\d+ tokens that its share of the stage "
+        r"needs \(repeat: true would begin it again\)$"
+    )
+    with pytest.raises(UserError, match=message):
+        prepare(stage_of(recipe(data)), tokenizer, tmp_path / "data", place="stages[0].")
+    assert not list(tmp_path.glob("data*"))
+
+
+def test_a_source_that_repeats_begins_behind_what_is_held_out(recipe, tokenizer, tmp_path, monkeypatch):
+    data = mixture(held_out=0.1)
+    data["sources"][1] |= {"files": ["c.jsonl"], "repeat": True}
+    stage = stage_of(recipe(data))
+    counts = prepare(stage, tokenizer, tmp_path / "data", scored=300)
+    assert counts["sources"][1]["laps"] >= 3
+    sequences = Sequences(tmp_path / "data", stage)
+
+    def documents(indices):
+        texts = (tokenizer.decode(part) for part in sequences.tokens[indices])
+        return {part.strip() for text in texts for part in text.split("<|endoftext|>") if "c document" in part}
+
+    held_out = {text for text in documents(sequences.held_out) if text.startswith("c") and text.endswith("short")}
+    assert len(held_out) >= 3
+    training = documents(sequences.training)
+    assert len(training) >= 6
+    assert not held_out & training
+
+
+def test_repeating_a_source_that_is_all_held_out(recipe, tokenizer, tmp_path):
+    data = mixture(held_out=0.5)
+    data["sources"][1] |= {"files": ["c.jsonl"], "repeat": True}
+    with pytest.raises(UserError, match=r"data\.sources\[1\]: c.jsonl ran out after"):
+        prepare(stage_of(recipe(data)), tokenizer, tmp_path / "data")
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 3], ids=["soon", "late"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["rows", "groups"])
+def test_interrupted_preparation_goes_on(recipe, tokenizer, tmp_path, monkeypatch, at, grouped):
+    data = mixture(held_out=0.1)
+    data["sources"][1] |= {"repeat": True} | ({"group_by": "text", "group_window": 7} if grouped else {})
+    data["sources"][1]["files"] = ["c.jsonl", "c.jsonl"]
+    stage = stage_of(recipe(data))
+    expected = prepare(stage, tokenizer, tmp_path / "whole", scored=128)
+    monkeypatch.setattr(preparation, "SAVE_TOKENS", 128 * 9)
+    saves, read = [], []
+
+    def save(*arguments, write=preparation._write_state):
+        write(*arguments)
+        saves.append(1)
+        if len(saves) == at:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_write_state", save)
+        with pytest.raises(Stop):
+            prepare(stage, tokenizer, tmp_path / "data", scored=128)
+    assert not (tmp_path / "data").exists(), "it is not taken for whole"
+    with (tmp_path / "data.unfinished" / "tokens.bin").open("ab") as file:
+        file.write(b"what was written after the state")
+    with monkeypatch.context() as patch:
+        take = packing.SequenceStream.take
+        patch.setattr(packing.SequenceStream, "take", lambda self: read.append(1) or take(self))
+        assert prepare(stage, tokenizer, tmp_path / "data", scored=128) == expected
+    assert len(read) == 42 - at * 9 - 1 or len(read) == 41 - at * 9, "what was done is not done again"
+    for name in ("tokens.bin", "learn.bin", "data.json"):
+        assert (tmp_path / "data" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["data.json", "learn.bin", "tokens.bin"]
+
+
+@pytest.mark.parametrize("change", ["seed", "file", "state"])
+def test_a_state_of_other_data_is_not_gone_on_from(recipe, tokenizer, tmp_path, monkeypatch, words, change):
+    stage = stage_of(recipe(mixture()))
+    monkeypatch.setattr(preparation, "SAVE_TOKENS", 128)
+
+    def stop(*arguments, write=preparation._write_state):
+        write(*arguments)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_write_state", stop)
+        with pytest.raises(Stop):
+            prepare(stage, tokenizer, tmp_path / "data")
+    if change == "file":
+        (words / "a.jsonl").write_text((words / "a.jsonl").read_text().replace("number", "of the number"))
+    elif change == "state":
+        (tmp_path / "data.unfinished" / "state.npz").write_bytes(b"PK damaged")
+    seed = {"seed": 3}.get(change, 0)
+    prepare(stage, tokenizer, tmp_path / "data", seed=seed)
+    prepare(stage, tokenizer, tmp_path / "fresh", seed=seed)
+    assert (tmp_path / "data" / "tokens.bin").read_bytes() == (tmp_path / "fresh" / "tokens.bin").read_bytes()
+
+
+def test_full_disk_is_one_line_and_nothing_is_lost(recipe, tokenizer, tmp_path, monkeypatch):
+    stage = stage_of(recipe(mixture()))
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(preparation, "SAVE_TOKENS", 128)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        with pytest.raises(Unavailable, match=r"the disk is full: .*make room and run the same command again"):
+            prepare(stage, tokenizer, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+    prepare(stage, tokenizer, tmp_path / "data")
+
+
+KILLED = """
+import os, signal, sys
+from palimpsa_surgery.stages import pipeline
+from palimpsa_surgery.stages.data import preparation
+
+write = preparation._write_state
+
+def killed(*arguments):
+    write(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+preparation.SAVE_TOKENS = 64
+preparation._write_state = killed
+pipeline.train(*sys.argv[1:])
+"""
+
+
+def test_killed_while_tokenising(finished, tmp_path):
+    from palimpsa_surgery.stages.pipeline import train
+
+    checkpoint, recipe = finished.plan.source.path, finished.plan.output.parent / "recipe.yaml"
+    command = [sys.executable, "-c", KILLED, str(checkpoint), str(recipe), str(tmp_path / "run")]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
+    assert not list((tmp_path / "run").glob("*/data"))
+    run = train(checkpoint, recipe, tmp_path / "run", max_steps=None)
+    assert run.did == ("first", "second")
+    for ours, theirs in zip(run.record["stages"], finished.record["stages"], strict=True):
+        assert (ours["data"], ours["after"]) == (theirs["data"], theirs["after"])
+
+
+def test_types_of_tokens():
+    assert token_type(50_288) == token_type(1 << 16) == np.uint16
+    assert token_type((1 << 16) + 1) == np.uint32
+
+
+def test_a_large_vocabulary(recipe, tokenizer, tmp_path, monkeypatch):
+    stage = stage_of(recipe({"kind": "text", "files": ["a.jsonl"]}))
+    prepare(stage, tokenizer, tmp_path / "small")
+    monkeypatch.setattr(preparation, "token_type", lambda vocabulary: np.dtype(np.uint32))
+    prepare(stage, tokenizer, tmp_path / "large")
+    small, large = (Sequences(tmp_path / name, stage) for name in ("small", "large"))
+    assert (small.tokens.dtype, large.tokens.dtype) == (np.uint16, np.uint32)
+    assert torch.equal(small[3]["input_ids"], large[3]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"kind": "text", "files": ["a.jsonl"], "column": "body"}, r"stages\[0\]\.data: .*no column 'body'"),
+        (
+            mixture(sources=[{"kind": "text", "share": 1, "files": ["a.jsonl"], "group_by": "repo"}]),
+            r"stages\[0\]\.data\.sources\[0\]: .*no column 'repo' \(columns found: text\)",
+        ),
+        (
+            mixture(sources=[{"kind": "synthetic", "share": 1, "task": "passkey", "length": 9}]),
+            r"stages\[0\]\.data\.sources\[0\]: length is too short for passkey",
+        ),
+    ],
+    ids=["column", "group", "task"],
+)
+def test_wrong_data_are_found_before_weights_are_loaded(
+    recipe, recipe_dict, write_recipe, tokenizer, finished, tmp_path, monkeypatch, data, message
+):
+    from palimpsa_surgery.stages.pipeline import train
+    from palimpsa_surgery.surgery import checkpoints
+
+    def refuse(*arguments, **options):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(checkpoints, "load_model", refuse)
+    made = recipe(data)
+    with pytest.raises(UserError, match=message):
+        check_data(made, tokenizer)
+    with pytest.raises(UserError, match=message):
+        train(finished.plan.source.path, made, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_resolved_recipe_of_a_mixture_is_the_same_recipe(recipe, write_recipe):
+    made = recipe(mixture())
+    assert load_recipe(write_recipe(made.to_yaml(), "resolved.yaml")) == made
+    assert Path(yaml.safe_load(made.to_yaml())["stages"][0]["data"]["sources"][0]["files"][0]).is_absolute()

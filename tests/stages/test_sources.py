@@ -1,0 +1,262 @@
+"""Sources: local files and Hub sets, filters, groups, nested columns, synthetic tasks, and what is refused."""
+
+import json
+from itertools import chain
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+from helpers import http_error
+from palimpsa_surgery.errors import Unavailable, UserError
+from palimpsa_surgery.stages.data import packing
+from palimpsa_surgery.stages.data.packing import SequenceStream
+from palimpsa_surgery.stages.data.rows import Position
+from palimpsa_surgery.stages.data.sources import GROUP_JOINT, open_source
+from palimpsa_surgery.stages.recipe import load_recipe
+from palimpsa_surgery.stages.synthetic import generate, score
+
+ROWS = [
+    {"text": f"row {n}", "meta": {"repo": f"r{n % 3}", "language": "C++" if n % 2 else "Python"}, "id": n}
+    for n in range(12)
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three files of four rows, as jsonl and as parquet."""
+    for part in range(3):
+        rows = ROWS[4 * part : 4 * part + 4]
+        (tmp_path / f"part{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"part{part}.parquet")
+    return tmp_path
+
+
+@pytest.fixture
+def source(recipe_dict, write_recipe, files, tokenizer):
+    """Open the source that a stage's data describe, local or through `datasets`."""
+
+    def make(kind, seed=0, **data):
+        names = [str(files / f"part{part}.{'jsonl' if kind == 'jsonl' else 'parquet'}") for part in range(3)]
+        where = {"hub": {"dataset": "parquet", "data_files": names}} if kind == "hub" else {"files": names}
+        recipe_dict["stages"] = [recipe_dict["stages"][0] | {"data": {"kind": "text"} | where | data}]
+        return open_source(load_recipe(write_recipe(recipe_dict)).stages[0].data, tokenizer, seed=seed)
+
+    return make
+
+
+def texts(source, position=Position()):
+    return [unit[0] for unit, _ in source.units(position)]
+
+
+KINDS = pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
+
+
+@KINDS
+def test_all_rows_in_order(source, kind):
+    assert texts(source(kind)) == [row["text"] for row in ROWS]
+
+
+@KINDS
+def test_filter_by_a_value_or_a_list_of_a_nested_column(source, kind):
+    one = source(kind, filter={"meta.language": "C++"})
+    assert texts(one) == [row["text"] for row in ROWS if row["meta"]["language"] == "C++"]
+    both = source(kind, filter={"meta.repo": ["r0", "r2"], "meta.language": "Python"})
+    assert texts(both) == [f"row {n}" for n in range(12) if n % 3 != 1 and n % 2 == 0]
+
+
+@KINDS
+def test_nested_column_of_text(source, kind):
+    assert texts(source(kind, column="meta.repo")) == [row["meta"]["repo"] for row in ROWS]
+
+
+@KINDS
+def test_files_are_shuffled_by_the_seed_and_rows_are_not(source, kind):
+    orders = set()
+    for seed in range(8):
+        found = texts(source(kind, seed=seed, shuffle_files=True))
+        assert found == texts(source(kind, seed=seed, shuffle_files=True))
+        parts = [tuple(found[start : start + 4]) for start in (0, 4, 8)]
+        assert sorted(parts) == sorted(tuple(f"row {4 * p + n}" for n in range(4)) for p in range(3))
+        orders.add(tuple(found))
+    assert len(orders) > 2
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, {"filter": {"meta.language": "C++"}}, {"group_by": "meta.repo"}])
+def test_reading_goes_on_at_every_position(source, kind, options):
+    opened = source(kind, **options)
+    units = list(opened.units(Position()))
+    assert len(units) >= 6
+    for number, (_, position) in enumerate(units, start=1):
+        again = source(kind, **options)
+        assert [unit for unit, _ in again.units(position)] == [unit for unit, _ in units[number:]]
+
+
+@KINDS
+def test_a_group_is_one_document(source, kind):
+    joined = lambda *numbers: GROUP_JOINT.join(f"row {n}" for n in numbers)  # noqa: E731
+    assert texts(source(kind, group_by="meta.repo")) == [
+        *(joined(0, 3), joined(1), joined(2)),  # the first file
+        *(joined(4, 7), joined(5), joined(6)),
+        *(joined(8, 11), joined(9), joined(10)),
+    ]
+    windowed = source(kind, group_by="meta.language", group_window=3)
+    assert texts(windowed)[:3] == [joined(0, 2), joined(1), joined(3)]
+
+
+def test_documents_without_a_group_stay_alone(source, files):
+    rows = [{"text": "a", "g": None}, {"text": "b", "g": None}, {"text": "c", "g": 1}, {"text": "d", "g": 1}]
+    (files / "part0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened = source("jsonl", files=[str(files / "part0.jsonl")], group_by="g")
+    assert texts(opened) == ["a", "b", f"c{GROUP_JOINT}d"]
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"column": "body"}, "body"),
+        ({"group_by": "repository"}, "repository"),
+        ({"filter": {"meta.set": "a"}}, "meta.set"),
+        ({"column": "text.inner"}, "text.inner"),
+    ],
+    ids=["column", "group", "filter", "into-a-text"],
+)
+def test_missing_column_lists_those_found(source, kind, options, missing):
+    with pytest.raises(UserError, match=f"no column '{missing}' \\(columns found: .*text") as error:
+        source(kind, **options)
+    assert "\n" not in str(error.value)
+    if missing == "meta.set":
+        assert "meta.language" in str(error.value)
+
+
+@KINDS
+def test_empty_set(source, files, kind):
+    for part in range(3):
+        (files / f"part{part}.jsonl").write_text("\n")
+        pq.write_table(pa.Table.from_pylist(ROWS).slice(0, 0), files / f"part{part}.parquet")
+    hub = {"dataset": "json", "data_files": [str(files / "part0.jsonl")]}
+    with pytest.raises(UserError, match="there is no row in it"):
+        source(kind, **({"hub": hub} if kind == "hub" else {}))
+
+
+@pytest.mark.parametrize(
+    ("hub", "message"),
+    [
+        ({"split": "test"}, r"data set parquet: Bad split: test. Available splits: \['train'\]"),
+        ({"data_files": ["/nowhere/*.parquet"]}, "data set parquet: .*all the data_files are invalid"),
+        ({"dataset": "nobody/nothing", "data_files": None}, "data set nobody/nothing: .*; or name local copies"),
+    ],
+    ids=["split", "files", "offline"],
+)
+def test_hub_set_that_is_not_there(source, files, hub, message):
+    given = {"dataset": "parquet", "data_files": [str(files / "part0.parquet")]} | hub
+    with pytest.raises(UserError, match=message) as error:
+        source("hub", hub=given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (GatedRepoError, "data set me/set: the Hub repository is gated: accept its terms on its page, then run `hf"),
+        (RepositoryNotFoundError, "data set me/set: there is no such Hub repository"),
+        (ConnectionError, "data set me/set: the Hub cannot be reached"),
+    ],
+)
+def test_gated_missing_or_unreachable_set_says_what_to_do(source, monkeypatch, cause, message):
+    """`datasets` wraps what `huggingface_hub` raises in an error of its own."""
+
+    def refuse(*args, **kwargs):
+        reason = cause("no") if cause is ConnectionError else http_error(cause)
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'me/set' is not there") from reason
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(Unavailable, match=message) as error:
+        source("hub", hub={"dataset": "me/set"})
+    assert "or name local copies as `files`" in str(error.value)
+
+
+def test_hub_arguments_reach_datasets(source, monkeypatch):
+    def record(*args, **kwargs):
+        calls.append((args, kwargs))
+        raise ConnectionError
+
+    calls = []
+    monkeypatch.setattr(datasets, "load_dataset", record)
+    hub = {"dataset": "me/set", "config": "small", "split": "dev", "revision": "v2", "data_files": ["a*.parquet"]}
+    with pytest.raises(Unavailable):
+        source("hub", hub=hub)
+    options = {"split": "dev", "revision": "v2", "data_files": ["a*.parquet"], "streaming": True}
+    assert calls == [(("me/set", "small"), options)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("deep.jsonl", b'{"text": ' + b"[" * 100_000, "deep.jsonl:1: not valid JSON"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}', "latin.jsonl:1: not UTF-8 text"),
+        ("latin.parquet", pa.table({"text": pa.array([b"caf\xe9"]).view(pa.string())}), "is not UTF-8 text"),
+        ("broken.parquet", b"PAR1", "not a readable parquet file"),
+    ],
+    ids=["deep", "jsonl", "parquet", "no-parquet"],
+)
+@pytest.mark.parametrize("kind", ["text", "instruction"])
+def test_damaged_files_are_one_line(recipe_dict, write_recipe, tokenizer, tmp_path, kind, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
+    columns = {"prompt_column": "text", "answer_column": "text"} if kind == "instruction" else {}
+    data = {"kind": kind, "files": [str(path)]} | columns
+    recipe_dict["stages"] = [recipe_dict["stages"][0] | {"data": data}]
+    with pytest.raises(UserError, match=message) as error:
+        list(open_source(load_recipe(write_recipe(recipe_dict)).stages[0].data, tokenizer, seed=0).units(Position()))
+    assert "\n" not in str(error.value)
+
+
+def test_lone_surrogates_in_instructions(recipe_dict, write_recipe, tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"instruction": "a\\ud800", "output": "b"}\n')
+    recipe_dict["stages"] = [recipe_dict["stages"][0] | {"data": {"kind": "instruction", "files": ["a.jsonl"]}}]
+    opened = open_source(load_recipe(write_recipe(recipe_dict)).stages[0].data, tokenizer, seed=0)
+    (unit, _), *_ = opened.units(Position())
+    assert unit == ("a\ufffd", "b")
+    assert opened.encode([unit])[0].learn.sum() >= 1
+
+
+@pytest.mark.parametrize("learn", ["answer", "all"])
+@pytest.mark.parametrize("task", ["passkey", "niah_multikey_2", "niah_multivalue", "niah_multiquery", "variables"])
+def test_synthetic_examples_are_packed_whole_and_scored(recipe_dict, write_recipe, tokenizer, monkeypatch, task, learn):
+    monkeypatch.setattr(packing, "BATCH_UNITS", 2)
+    data = {"kind": "synthetic", "task": task, "length": 400, "seed": 5, "learn": learn}
+    recipe_dict["stages"] = [
+        recipe_dict["stages"][0] | {"data": data, "sequence_length": 512, "batch_tokens": 512, "tokens": 512}
+    ]
+    stream = SequenceStream(load_recipe(write_recipe(recipe_dict)).stages[0].data, tokenizer, length=512, seed=0)
+    for example in generate(task, tokenizer=tokenizer, length=400, count=3, seed=5):
+        sequence = stream.take()
+        size = example.length + 1
+        assert tokenizer.decode(sequence.ids[: size - 1]) == example.prompt + example.completion
+        assert sequence.ids[size - 1 :].tolist() == [tokenizer.eos_token_id] * (513 - size)
+        assert not sequence.learn[size:].any()
+        if learn == "all":
+            assert sequence.learn[:size].all()
+        else:
+            answer = tokenizer.decode(sequence.ids[:-1][sequence.learn[:-1]], skip_special_tokens=True)
+            assert score(example, answer) == 1
+            assert sequence.learn.sum() == example.meta["completion_tokens"] + 1
+    assert stream.counts["examples"] in (3, 4)
+
+
+def test_text_and_task_of_any_length_reach_the_end(source, tokenizer):
+    """Another sequence length cuts the same tokens elsewhere."""
+    whole = []
+    for length in (1, 7, 32):
+        stream = SequenceStream(source("hub").fields, tokenizer, length=length, seed=0)
+        taken = [token for sequence in iter(stream.take, None) for token in sequence.ids.tolist()]
+        whole.append(taken)
+        assert len(taken) + stream.rest == len(whole[0])
+        assert taken == whole[0][: len(taken)]
+    expected = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([row["text"] for row in ROWS])["input_ids"]]
+    assert whole[0] == list(chain.from_iterable(expected))
