@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from palimpsa_surgery.errors import Unavailable, UserError
+from palimpsa_surgery.stages import pipeline
 from palimpsa_surgery.stages.data import IGNORED, Sequences, check_data, packing, preparation, prepare
 from palimpsa_surgery.stages.data.mixture import next_source
 from palimpsa_surgery.stages.data.preparation import data_bytes, token_type
@@ -100,6 +102,25 @@ def test_a_mixture_on_disk(recipe, tokenizer, tmp_path):
     assert size == data_bytes(stage, 5120, 1000, len(tokenizer)) == 48 * (2 * 128 + 16)
 
 
+def test_text_goes_on_in_the_next_sequence_of_its_source(recipe, tokenizer, tmp_path):
+    stage = stage_of(recipe(mixture()))
+    prepare(stage, tokenizer, tmp_path / "data", scored=1000)
+    sequences = Sequences(tmp_path / "data", stage)
+    order = sequences.in_text_order
+    assert sorted(order) == sequences.training.tolist()
+    assert sequences.source[order].tolist() == sorted(sequences.source[order])
+    joined = tokenizer.decode(sequences.tokens[order[sequences.source[order] == 0]].reshape(-1))
+    documents = joined.split("<|endoftext|>")[1:-1]
+    first = int(documents[0].split()[3])
+    numbers = range(first, first + len(documents))
+    assert documents == [f"a document number {n} of the file, which is short" for n in numbers]
+    for before, after in pairwise(order):
+        same = sequences.source[before] == sequences.source[after]
+        ended = sequences.tokens[before, -1] == tokenizer.eos_token_id
+        assert sequences.continues(before, after) == (same and not ended)
+    assert not sequences.continues(order[0], order[2])
+
+
 def test_a_mixture_is_the_same_every_time(recipe, tokenizer, tmp_path):
     stage = stage_of(recipe(mixture()))
     for name in ("one", "two"):
@@ -181,7 +202,9 @@ def test_interrupted_preparation_goes_on(recipe, tokenizer, tmp_path, monkeypatc
     assert len(read) == 42 - at * 9 - 1 or len(read) == 41 - at * 9, "what was done is not done again"
     for name in ("tokens.bin", "learn.bin", "data.json"):
         assert (tmp_path / "data" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["data.json", "learn.bin", "tokens.bin"]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        *("data.json", "learn.bin", "source.bin", "tokens.bin")
+    ]
 
 
 @pytest.mark.parametrize("change", ["seed", "file", "state"])
@@ -239,17 +262,23 @@ pipeline.train(*sys.argv[1:])
 """
 
 
-def test_killed_while_tokenising(finished, tmp_path):
-    from palimpsa_surgery.stages.pipeline import train
-
+def test_killed_while_tokenising(finished, tokenizer, tmp_path, monkeypatch):
     checkpoint, recipe = finished.plan.source.path, finished.plan.output.parent / "recipe.yaml"
     command = [sys.executable, "-c", KILLED, str(checkpoint), str(recipe), str(tmp_path / "run")]
     assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
     assert not list((tmp_path / "run").glob("*/data"))
-    run = train(checkpoint, recipe, tmp_path / "run", max_steps=None)
-    assert run.did == ("first", "second")
-    for ours, theirs in zip(run.record["stages"], finished.record["stages"], strict=True):
-        assert (ours["data"], ours["after"]) == (theirs["data"], theirs["after"])
+
+    def compare(plan, record, index, text_tokenizer):
+        stage = plan.stages[index].stage
+        prepare(stage, tokenizer, tmp_path / stage.name, scored=128)
+        ours, theirs = (folder / "tokens.bin" for folder in (folder_of(plan, index), tmp_path / stage.name))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+    def folder_of(plan, index):
+        return plan.output / plan.stages[index].folder / "data"
+
+    monkeypatch.setattr(pipeline, "run_stage", compare)
+    assert pipeline.train(checkpoint, recipe, tmp_path / "run").did == ("first", "second")
 
 
 def test_types_of_tokens():
@@ -285,7 +314,6 @@ def test_a_large_vocabulary(recipe, tokenizer, tmp_path, monkeypatch):
 def test_wrong_data_are_found_before_weights_are_loaded(
     recipe, recipe_dict, write_recipe, tokenizer, finished, tmp_path, monkeypatch, data, message
 ):
-    from palimpsa_surgery.stages.pipeline import train
     from palimpsa_surgery.surgery import checkpoints
 
     def refuse(*arguments, **options):
@@ -296,7 +324,7 @@ def test_wrong_data_are_found_before_weights_are_loaded(
     with pytest.raises(UserError, match=message):
         check_data(made, tokenizer)
     with pytest.raises(UserError, match=message):
-        train(finished.plan.source.path, made, tmp_path / "run")
+        pipeline.train(finished.plan.source.path, made, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

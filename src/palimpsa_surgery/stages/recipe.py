@@ -188,8 +188,9 @@ class Stage(Strict):
     @classmethod
     def _check_state(cls, state: StateInitialisation, info: ValidationInfo) -> StateInitialisation:
         data = info.data.get("data")
-        if isinstance(state, Tbtt) and data is not None and not isinstance(data, TextData):
-            raise UserError(f"tbtt needs data of kind text, whose sequences follow each other, not {data.kind}")
+        kinds = {source.kind for _, source in sources_of(data)} if data is not None else set()
+        if isinstance(state, Tbtt) and (others := sorted(kinds - {"text"})):
+            raise UserError(f"tbtt needs data of kind text, whose sequences follow each other, not {others[0]}")
         return state
 
     @property

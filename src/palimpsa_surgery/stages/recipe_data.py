@@ -237,7 +237,7 @@ class MixtureData(_HeldOut):
     """Several sources by their share of tokens. Each sequence is of one source: that which is furthest behind."""
 
     kind: Literal["mixture"]
-    sources: Annotated[tuple[Mixed, ...], Field(min_length=1)]
+    sources: Annotated[tuple[Mixed, ...], Field(min_length=1, max_length=256)]
 
     @field_validator("sources")
     @classmethod

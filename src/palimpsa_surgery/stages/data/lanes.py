@@ -12,8 +12,9 @@ from palimpsa_surgery.stages.recipe import Stage, Tbtt
 class ContinuedOrder(Dataset):
     """Sequences in the order of the text, so that row r of the next micro-batch continues row r of this one.
 
-    The training sequences, closed to a ring, are cut into as many lanes of equal length as all ranks' micro-batches
-    have rows. When the lanes are used up, the ring is turned by a random offset and cut again.
+    The training sequences, those of each source together and closed to a ring, are cut into as many lanes of equal
+    length as all ranks' micro-batches have rows. When the lanes are used up, the ring is turned by a random offset
+    and cut again.
 
     Args:
         count: sequences in the whole stage.
@@ -41,7 +42,7 @@ class ContinuedOrder(Dataset):
         """Return the inputs at a position, and `continues`: does it go on where its lane's previous one ended?"""
         step, lane = divmod(position, self.lanes)
         lap, step = divmod(step, self.length)
-        ring = self.sequences.training
+        ring = self.sequences.in_text_order
         turn = np.random.default_rng((*self.key, lap)).integers(len(ring))
         here = int(turn + lane * self.length + step) % len(ring)
         continues = step > 0 and self.sequences.continues(ring[here - 1], ring[here])

@@ -33,6 +33,11 @@ class Sequences:
         self.learn = np.memmap(learn, dtype=np.uint8, mode="r").reshape(-1, row) if learn.exists() else None
         self.held_out, self.training = split(*self.tokens.shape, about["held_out"])
         """Indices of the sequences that are only evaluated, and of those that are trained on."""
+        mixed = directory / "source.bin"
+        self.source = np.fromfile(mixed, np.uint8) if mixed.exists() else np.zeros(len(self.tokens), np.uint8)
+        """Number of the source of each sequence."""
+        self.in_text_order = self.training[np.argsort(self.source[self.training], kind="stable")]
+        """Indices of the training sequences, one source after the other, each in the order of its text."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return `input_ids [T]` and `labels [T]` (int64), and `seq_idx [T]` (int32) if documents reset.
@@ -54,7 +59,8 @@ class Sequences:
 
     def continues(self, before: int, index: int) -> bool:
         """Whether the sequence at `index` goes on with the document in which the one at `before` ends."""
-        if index != before + 1:
+        source = self.source[index]
+        if not before < index or source != self.source[before] or source in self.source[before + 1 : index]:
             return False
         return not (self.reset and self.tokens[before, -1] == self.eos_token_id)
 

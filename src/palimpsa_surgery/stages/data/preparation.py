@@ -3,6 +3,7 @@
     data/
       tokens.bin   uint16 where the vocabulary allows it, else uint32: `[sequences, sequence_length]`
       learn.bin    one bit per token, each sequence in whole bytes: is it a target? Absent if all are
+      source.bin   uint8, the number of each sequence's source; of mixtures only
       data.json    what is in them
 
 The first sequences are held out, the others are trained on. While data are written the folder is called
@@ -168,12 +169,11 @@ class _Writer:
         streams = self._open(state)
         masked = any(stream.source.masked for stream in streams)
         done = sum(stream.sequences for stream in streams)
-        tokens_file, learn_file = self.work / "tokens.bin", self.work / "learn.bin"
-        row = self.length * self.type.itemsize
         saved = done
         with (
-            _opened(tokens_file, done * row) as tokens_out,
-            _opened(learn_file, done * math.ceil(self.length / 8)) as learn_out,
+            _opened(self.work / "tokens.bin", done * self.length * self.type.itemsize) as tokens_out,
+            _opened(self.work / "learn.bin", done * math.ceil(self.length / 8)) as learn_out,
+            _opened(self.work / "source.bin", done) as source_out,
             progress_bar(f"tokenising {self.stage.name}", self.wanted * self.length) as advance,
         ):
             advance(done * self.length)
@@ -183,6 +183,7 @@ class _Writer:
                 if sequence is None:
                     break
                 tokens_out.write(sequence.ids.astype(self.type).tobytes())
+                source_out.write(bytes([number]))
                 if masked:
                     learn_out.write(np.packbits(sequence.learn).tobytes())
                 done += 1
@@ -191,13 +192,15 @@ class _Writer:
                     for stream in streams:
                         stream.begin_laps_here()
                 if done >= self.held_out and (done - saved) * self.length >= SAVE_TOKENS:
-                    for file in (tokens_out, learn_out):
+                    for file in (tokens_out, learn_out, source_out):
                         file.flush()
                         os.fsync(file.fileno())
                     _write_state(self.work, key, streams)
                     saved = done
         if not masked:
-            learn_file.unlink()
+            (self.work / "learn.bin").unlink()
+        if not self.mixed:
+            (self.work / "source.bin").unlink()
         return self._finish(streams, done)
 
     def _open(self, state: dict[str, Any] | None) -> list[SequenceStream]:
