@@ -27,7 +27,7 @@ from palimpsa_surgery import ranks
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
 
-VERBS = ("analyze", "replace", "train", "export", "eval", "diagnose", "compare", "demo", "doctor")
+VERBS = ("analyze", "replace", "recipes", "train", "export", "eval", "diagnose", "compare", "demo", "doctor")
 
 app = typer.Typer(
     name="palimpsa-surgery",

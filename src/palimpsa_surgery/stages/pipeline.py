@@ -139,9 +139,9 @@ def train(
     record = ranks.agreed(lambda: _existing(output, recipe, options))
 
     from palimpsa_surgery.stages.data import check_data
-    from palimpsa_surgery.surgery.checkpoints import load_tokenizer, open_source
+    from palimpsa_surgery.surgery.checkpoints import load_tokenizer, open_config, open_source
 
-    source = open_source(checkpoint)
+    source = (open_config if dry_run else open_source)(checkpoint)
     statuses = [entry["status"] for entry in record["stages"]] if record else None
     plan = make_plan(source, recipe, output, max_steps=max_steps, statuses=statuses)
     wanted = [index for index, name in enumerate(names) if stage in (None, name)]
@@ -352,7 +352,7 @@ def _prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTr
             part, entry = plan.stages[index], record["stages"][index]
             if entry["data"] is None:
                 folder = plan.output / part.folder / "data"
-                _discard([folder])  # whole, but a kill came before it was recorded
+                shutil.rmtree(folder, ignore_errors=True)  # whole, but a kill came before it was recorded
                 entry["data"] = prepare(
                     part.stage, tokenizer, folder, tokens=part.tokens, place=f"stages[{index}].", **how
                 )

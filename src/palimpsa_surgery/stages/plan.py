@@ -7,15 +7,41 @@ from typing import TYPE_CHECKING
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.lora import add_adapters
+from palimpsa_surgery.stages.memory import (
+    CHECKPOINT_BYTES,
+    FINAL_BYTES,
+    FULL,
+    HALF,
+    TRAINED_BYTES,
+    Activations,
+    activations,
+)
 from palimpsa_surgery.stages.optimisation import ADAPTERS, Treatment, parameters_by_treatment
 from palimpsa_surgery.stages.recipe import ExpectedModel, Lora, Recipe, Stage
+from palimpsa_surgery.stages.recipe_data import name_of, origin_of, sources_of
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
     from palimpsa_surgery.surgery.checkpoints import Source
 
-BYTES_PER_PARAMETER = 16  # float32 weight, gradient and Adam's two averages
+TEXT_BYTES_PER_TOKEN = 4
+"""About what a token is long in prose; in code it is shorter."""
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """One source of a stage's data."""
+
+    name: str
+    share: float
+    tokens: int
+    """What the stage takes of it, held-out tokens included; a single source may turn out to have fewer."""
+    origin: str
+    """The Hub set and its revision, the files, or the task."""
+    hub: bool
+    filtered: bool
 
 
 @dataclass(frozen=True)
@@ -29,6 +55,12 @@ class StagePlan:
     """Optimizer steps, at most `--max-steps`."""
     status: str
     """`pending`, `running` (started, not finished) or `done`."""
+    sources: tuple[SourcePlan, ...]
+    data_bytes: int
+    """Of its tokens on disk, at most."""
+    optimizer_bytes: int
+    """Of weights, gradients and Adam's averages in memory."""
+    activations: Activations
 
     @property
     def tokens(self) -> int:
@@ -57,43 +89,99 @@ class Plan:
     def __rich__(self) -> "Group":
         """Draw the plan in 80 columns."""
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        stages = Table("stage", title="Stages", title_justify="left")
-        for column in ("steps", "tokens", "length", "batch", "rate", "importance"):
-            stages.add_column(column, justify="right")
-        stages.add_column("status")
-        for plan in self.stages:
-            stage = plan.stage
-            stages.add_row(
-                stage.name,
-                f"{plan.steps:,}",
-                f"{plan.tokens:,}",
-                f"{stage.sequence_length:,}",
-                f"{stage.batch_tokens:,}",
-                f"{stage.learning_rate:g}",
-                f"{stage.importance_learning_rate:g}",
-                plan.status,
-            )
-        groups = Table("parameters", title="Parameter groups", title_justify="left")
-        for column in ("tensors", "count"):
-            groups.add_column(column, justify="right")
-        groups.add_column("learning rate")
-        groups.add_column("decay")
-        for treatment, (tensors, count) in self.groups.items():
-            rate = {None: "not trained", "learning_rate": "rate"}.get(treatment.rate, "importance")
-            groups.add_row(treatment.group, f"{tensors:,}", f"{count:,}", rate, "yes" if treatment.decays else "no")
         config = self.source.config
-        memory = self.parameters * BYTES_PER_PARAMETER / 2**30
+        trained = sum(count for treatment, (_, count) in self.groups.items() if treatment.rate)
+        gpu = "Per GPU; FSDP divides weights and optimizer by the number of GPUs."
+        copies = f"bfloat16 copies of the weights take {_gib(self.parameters * HALF)} more. {_LEFT_OUT}"
         lines = [
             f"Checkpoint {self.source.name}",
             f"{self.parameters:,} parameters, {len(config.palimpsa_layers)} of {config.num_hidden_layers} layers "
             "are Palimpsa layers.",
-            f"Weights, gradients and optimizer take {memory:.2f} GiB; activations come on top.",
+            f"Memory: {gpu} On a GPU, {copies}",
+            f"Disk: a checkpoint to go on from takes {_gib(trained * CHECKPOINT_BYTES)}, a finished stage "
+            f"{_gib(self.parameters * FINAL_BYTES)}; one of either more while it is written.",
+            *([self._downloads()] if any(source.hub for stage in self.stages for source in stage.sources) else []),
             *self.notes,
         ]
-        return Group(stages, groups, Text("\n".join(lines)))
+        tables = (self._stage_table(), self._source_table(), self._group_table(), self._memory_table())
+        return Group(*tables, Text("\n".join(lines)))
+
+    def _stage_table(self) -> "Table":
+        table = _table("Stages", "stage", ("steps", "tokens", "length", "batch", "rate", "importance"), ("status",))
+        for plan in self.stages:
+            stage = plan.stage
+            sizes = (plan.steps, plan.tokens, stage.sequence_length, stage.batch_tokens)
+            rates = (stage.learning_rate, stage.importance_learning_rate)
+            table.add_row(stage.name, *map(_count, sizes), *(f"{rate:g}" for rate in rates), plan.status)
+        return table
+
+    def _source_table(self) -> "Table":
+        table = _table(
+            "Sources (tokens include those held out)", "stage", (), ("source",), ("share", "tokens"), ("from",)
+        )
+        for plan in self.stages:
+            for number, source in enumerate(plan.sources):
+                name = plan.stage.name if number == 0 else ""
+                table.add_row(name, source.name, f"{source.share:.1%}", _count(source.tokens), source.origin)
+        return table
+
+    def _group_table(self) -> "Table":
+        table = _table("Parameter groups", "parameters", ("tensors", "count"), ("learning rate", "decay"))
+        for treatment, (tensors, count) in self.groups.items():
+            rate = {None: "not trained", "learning_rate": "rate"}.get(treatment.rate, "importance")
+            table.add_row(treatment.group, f"{tensors:,}", f"{count:,}", rate, "yes" if treatment.decays else "no")
+        return table
+
+    def _memory_table(self) -> "Table":
+        columns = ("micro-batch", "weights, optimizer", "activations", "if checkpointed", "data on disk")
+        table = _table("Memory and disk (estimates)", "stage", columns)
+        for plan in self.stages:
+            stage = plan.stage
+            kept, checkpointed = plan.activations.kept, plan.activations.checkpointed
+            marks = ("", " *") if stage.gradient_checkpointing else (" *", "")
+            table.add_row(
+                stage.name,
+                _count(stage.micro_batch_sequences * stage.sequence_length),
+                _gib(plan.optimizer_bytes),
+                *(_gib(size) + mark for size, mark in zip((kept, checkpointed), marks, strict=True)),
+                _gib(plan.data_bytes),
+            )
+        table.caption = "* what the recipe asks for"
+        return table
+
+    def _downloads(self) -> str:
+        read = [source for stage in self.stages for source in stage.sources if source.hub]
+        size = sum(source.tokens for source in read) * TEXT_BYTES_PER_TOKEN
+        more = ", and more where a filter drops rows" if any(source.filtered for source in read) else ""
+        sets = ", ".join(dict.fromkeys(source.origin for source in read))
+        return f"Download: about {_gib(size)} of text (uncompressed){more}, streamed from {sets}."
+
+
+_LEFT_OUT = "Carried states, communication buffers and fragmentation are not counted: leave a tenth of the memory free."
+
+
+def _table(title: str, first: str, *columns: tuple[str, ...]) -> "Table":
+    """A table whose columns are right-aligned and left-aligned by turns, beginning with the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(first, title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    for number, names in enumerate(columns):
+        for name in names:
+            table.add_column(name, justify="left" if number % 2 else "right", overflow="fold")
+    return table
+
+
+def _count(number: int) -> str:
+    if number >= 10**9:
+        return f"{number / 1e9:.3f}B"
+    return f"{number / 1e6:.1f}M" if number >= 10**8 else f"{number:,}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.{0 if size >= 100 << 30 else 1 if size >= 10 << 30 else 2}f} GiB"
 
 
 def make_plan(
@@ -109,17 +197,46 @@ def make_plan(
         UserError: the checkpoint is not what the recipe expects.
     """
     notes = check_model(recipe.model, source)
+    groups = _count_parameters(source)
     stages = tuple(
-        StagePlan(
-            folder=f"{number:02d}-{stage.name}",
-            stage=stage,
-            steps=min(stage.steps, max_steps or stage.steps),
-            status=statuses[number - 1] if statuses else "pending",
-        )
-        for number, stage in enumerate(recipe.stages, start=1)
+        _plan_stage(source, recipe, number, max_steps, statuses[number - 1] if statuses else "pending", groups)
+        for number in range(1, len(recipe.stages) + 1)
     )
     notes = (*source.notes, *notes, *(_lora_note(source, stage) for stage in recipe.stages if stage.lora))
-    return Plan(recipe, source, output, stages, _count_parameters(source), notes)
+    return Plan(recipe, source, output, stages, groups, notes)
+
+
+def _plan_stage(
+    source: "Source", recipe: Recipe, number: int, max_steps: int | None, status: str, groups: dict
+) -> StagePlan:
+    from palimpsa_surgery.stages.data import data_bytes, wanted_sequences
+
+    stage = recipe.stages[number - 1]
+    steps = min(stage.steps, max_steps or stage.steps)
+    tokens, scored = steps * stage.batch_tokens, recipe.evaluation.tokens
+    _, sequences = wanted_sequences(stage, tokens, scored)
+    sources = []
+    for _, fields in sources_of(stage.data):
+        share = getattr(fields, "share", 1.0)
+        needed = round(share * sequences * stage.sequence_length)
+        hub, limit = getattr(fields, "hub", None) is not None, getattr(fields, "max_tokens", None)
+        needed = min(needed, limit) if limit else needed
+        filtered = bool(getattr(fields, "filter", None))
+        sources.append(SourcePlan(name_of(fields), share, needed, origin_of(fields), hub, filtered))
+    if stage.lora:
+        groups = _count_parameters(source, stage.lora)
+    trained = sum(count for treatment, (_, count) in groups.items() if treatment.rate)
+    frozen = sum(count for treatment, (_, count) in groups.items() if not treatment.rate)
+    return StagePlan(
+        folder=f"{number:02d}-{stage.name}",
+        stage=stage,
+        steps=steps,
+        status=status,
+        sources=tuple(sources),
+        data_bytes=data_bytes(stage, tokens, scored, source.config.vocab_size),
+        optimizer_bytes=trained * TRAINED_BYTES + frozen * FULL,
+        activations=activations(source.config, stage),
+    )
 
 
 def check_model(expected: ExpectedModel, source: "Source") -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -33,6 +33,10 @@ from palimpsa_surgery.stages.recipe_data import (
     SyntheticSource,
     sources_of,
 )
+from palimpsa_surgery.stages.recipe_yaml import read_yaml
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Packing(Strict):
@@ -259,7 +263,35 @@ class Recipe(Strict):
 def shipped_recipes() -> dict[str, Path]:
     """Names and files of the recipes that ship with the package."""
     folder = Path(str(files("palimpsa_surgery") / "stages" / "recipes"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
+
+
+def recipe_text(name: str | None) -> str:
+    """The YAML of a shipped recipe, comments included.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    shipped = shipped_recipes()
+    if name not in shipped:
+        wanted = "name one of" if name is None else f"no recipe {name!r} ships; there are"
+        raise UserError(f"{wanted}: {', '.join(shipped)}{_hint(name or '')}")
+    return shipped[name].read_text(encoding="utf-8")
+
+
+def recipe_table() -> "Table":
+    """Names and descriptions of the shipped recipes, for the terminal."""
+    from rich.table import Table
+
+    table = Table("recipe", "what it does", title="Recipes", title_justify="left", show_lines=True)
+    for name, path in shipped_recipes().items():
+        table.add_row(name, read_yaml(path)["description"])
+    return table
+
+
+def _hint(name: str | Path) -> str:
+    close = difflib.get_close_matches(str(name), shipped_recipes(), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def load_recipe(recipe: str | Path) -> Recipe:
@@ -271,19 +303,11 @@ def load_recipe(recipe: str | Path) -> Recipe:
     shipped = shipped_recipes()
     path = shipped.get(str(recipe), Path(recipe))
     if not path.is_file():
-        raise UserError(f"recipe {str(recipe)!r} is neither a file nor one of: {', '.join(shipped)}")
+        raise UserError(f"recipe {str(recipe)!r} is neither a file nor one of: {', '.join(shipped)}{_hint(recipe)}")
+    content = read_yaml(path)
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise UserError(f"recipe {path} is larger than {LARGEST_FILE:,} bytes")
-        content = _parse(path.read_text(encoding="utf-8"))
         # Through JSON, because strict validation takes a JSON array, but not a Python list, for a tuple.
         document = json.dumps(content)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except UserError:
-        raise
     except RecursionError:
         raise UserError(f"recipe {path} is nested too deeply") from None
     except (TypeError, ValueError) as error:
@@ -313,50 +337,6 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
             yield from differences(before, after, f"{path}[{index}]")
     elif old != new:
         yield f"{path} was {_shorten(old)}, is {_shorten(new)}"
-
-
-LARGEST_FILE = 1 << 20
-LARGEST_RECIPE = 10_000
-"""Values that a recipe may hold, those behind aliases counted each time: a few lines can spell billions."""
-
-
-def _parse(text: str) -> Any:
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is not None and _count_values(node, {}) > LARGEST_RECIPE:
-            raise UserError(f"the recipe holds more than {LARGEST_RECIPE:,} values, those behind aliases included")
-        return None if node is None else loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _count_values(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
-    """Number of values below a node; an alias to what it stands in counts as too many."""
-    if node not in counted:
-        counted[node] = LARGEST_RECIPE + 1  # until it is known
-        inner = [part for item in node.value for part in item] if isinstance(node, yaml.MappingNode) else node.value
-        below = inner if isinstance(node, yaml.CollectionNode) else ()
-        counted[node] = 1 + sum(_count_values(part, counted) for part in below)
-    return counted[node]
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value]
-        for key, _ in node.value:
-            if keys.count(key.value) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
 
 
 def _describe(error: ErrorDetails) -> str:

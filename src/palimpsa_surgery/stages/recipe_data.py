@@ -281,3 +281,13 @@ def name_of(source: Source) -> str:
         return source.hub.dataset
     first = local_path(source.files[0]).name
     return first if len(source.files) == 1 else f"{first} and {len(source.files) - 1} more"
+
+
+def origin_of(source: Source) -> str:
+    """Where a source comes from: the Hub set, with its revision, the files, or the task."""
+    if isinstance(source, SyntheticSource):
+        return f"generated: {source.task}"
+    if source.hub is None:
+        return ", ".join(local_path(file).name for file in source.files)
+    config = f" ({source.hub.config})" if source.hub.config else ""
+    return f"{source.hub.dataset}{config} @ {source.hub.revision or 'main'}"

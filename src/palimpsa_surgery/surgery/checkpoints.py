@@ -7,6 +7,7 @@ one goes out. Nothing is left to a default, and nothing is initialised in silenc
 """
 
 import copy
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from palimpsa_surgery.surgery.hub import checkpoint_folder
 from palimpsa_surgery.surgery.keys import EMBEDDINGS, LM_HEAD, KeyRule, key_table, parameter_count
 from palimpsa_surgery.surgery.progress import track
 from palimpsa_surgery.surgery.tokenizer import find_tokenizer, has_tokenizer, no_tokenizer, read_tokenizer, token_ids
-from palimpsa_surgery.surgery.weights import FLOATS, StoredWeights, listed, one_line
+from palimpsa_surgery.surgery.weights import FLOATS, WEIGHT_FILES, StoredWeights, listed, one_line
 
 __all__ = [
     "KeyRule",
@@ -84,6 +85,29 @@ def open_source(model: str | Path) -> Source:
     if len(types) > 1:
         notes.append(f"weights of several types ({listed(sorted(map(str, types)))}) are taken as {dtype}")
 
+    config.dtype = dtype
+    return _with_tokenizer(Source(folder, name, kind, config, dtype, tuple(notes)))
+
+
+def open_config(model: str | Path) -> Source:
+    """Check a checkpoint as `open_source` does, or its config alone where its weights are not there.
+
+    Of a Hub repository only the small files are downloaded.
+
+    Raises:
+        UserError: as `open_source`, but for missing weights.
+    """
+    folder = checkpoint_folder(model, weights=False)
+    if Path(model).expanduser().is_dir() and any((folder / name).is_file() for name in WEIGHT_FILES):
+        return open_source(model)
+    kind, config, notes = read_config(folder, str(model))
+    notes.append("The weights are not here: neither read nor checked.")
+    return _with_tokenizer(Source(folder, str(model), kind, config, torch.float32, tuple(notes)))
+
+
+def _with_tokenizer(source: Source) -> Source:
+    """Take token ids from the checkpoint's tokenizer, and note what is wrong with its small files."""
+    folder, config, notes = source.path, source.config, list(source.notes)
     tokenizer = None
     if has_tokenizer(folder):
         try:
@@ -93,9 +117,7 @@ def open_source(model: str | Path) -> Source:
     for key, value in token_ids(tokenizer, config.to_dict()).items():
         setattr(config, key, value)
     _, problem = _generation_config(folder)
-    notes += problem
-    config.dtype = dtype
-    return Source(folder, name, kind, config, dtype, tuple(notes))
+    return dataclasses.replace(source, notes=(*notes, *problem))
 
 
 def load_model(

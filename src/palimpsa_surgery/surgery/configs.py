@@ -86,6 +86,10 @@ BOOKKEEPING = frozenset(Mamba2Config().to_dict()) - MAMBA2_FIELDS - set(TOKEN_ID
 }
 
 
+MAX_LAYERS = 1024
+"""Sixteen times those of the largest Mamba2: laying out many more takes for ever, and only a damaged file has them."""
+
+
 def read_config(folder: Path, name: str) -> tuple[SourceKind, PalimpsaMamba2Config, list[str]]:
     """Read `folder/config.json`.
 
@@ -185,3 +189,7 @@ def _check_sizes(mapped: dict[str, Any], where: str) -> None:
     for name in SIZES:
         if name in mapped and (type(mapped[name]) is not int or mapped[name] < 1):
             raise UserError(f"{where}: {name} must be a whole number above 0, got {mapped[name]!r}")
+    if mapped.get("num_hidden_layers", 0) > MAX_LAYERS:
+        raise UserError(
+            f"{where}: {mapped['num_hidden_layers']} layers are more than the {MAX_LAYERS} that are supported"
+        )

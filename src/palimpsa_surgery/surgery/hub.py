@@ -35,7 +35,7 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "model-*.sa
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 
 
-def checkpoint_folder(model: str | Path) -> Path:
+def checkpoint_folder(model: str | Path, *, weights: bool = True) -> Path:
     """Return the folder of a checkpoint, downloading what is needed of a Hub repository.
 
     Only configs, tokenizer files and one format of weights are fetched: never code, and pickles only where
@@ -43,6 +43,7 @@ def checkpoint_folder(model: str | Path) -> Path:
 
     Args:
         model: a folder, or a Hub id such as `state-spaces/mamba2-2.7b`.
+        weights: False: only configs and tokenizer files are downloaded.
 
     Raises:
         UserError: it is neither, or the Hub does not give it.
@@ -55,8 +56,8 @@ def checkpoint_folder(model: str | Path) -> Path:
     if isinstance(model, Path) or not HUB_ID.fullmatch(model) or model.startswith("."):
         raise UserError(f"model {model}: no such folder")
     try:
-        folder = Path(snapshot_download(model, allow_patterns=[*_SMALL_FILES, *_SAFETENSORS]))
-        if not any((folder / name).is_file() for name in WEIGHT_FILES):
+        folder = Path(snapshot_download(model, allow_patterns=[*_SMALL_FILES, *(_SAFETENSORS if weights else ())]))
+        if weights and not any((folder / name).is_file() for name in WEIGHT_FILES):
             folder = Path(snapshot_download(model, allow_patterns=[*_SMALL_FILES, *_PICKLES]))
     except Exception as error:  # errors of the disk, the Hub, and its HTTP and Xet clients have no common base
         raise UserError(f"model {model}: no such folder, and {hub_problem(error)}") from error

@@ -2,7 +2,7 @@
 
 from palimpsa_surgery.stages.data.lanes import ContinuedOrder, training_order
 from palimpsa_surgery.stages.data.order import IGNORED, Sequences, TrainingOrder, collate
-from palimpsa_surgery.stages.data.preparation import check_data, prepare
+from palimpsa_surgery.stages.data.preparation import check_data, data_bytes, prepare, wanted_sequences
 
 __all__ = [
     "IGNORED",
@@ -11,6 +11,8 @@ __all__ = [
     "TrainingOrder",
     "check_data",
     "collate",
+    "data_bytes",
     "prepare",
     "training_order",
+    "wanted_sequences",
 ]
