@@ -1,7 +1,7 @@
 """Model surgery that gives pretrained Mamba2 language models a metaplastic memory.
 
-Every verb of the command line is a function of the same name here: `analyze`, `replace`, `train`, `export`,
-`diagnose`, `compare`, `demo`, `doctor`; `eval` is `evaluate`, since Python has an `eval` of its own. They are imported
+Every verb of the command line is a function of the same name here: `analyze`, `replace`, `recipes`, `train`,
+`export`, `diagnose`, `compare`, `demo`, `doctor`; `eval` is `evaluate`, since Python has an `eval` of its own. They are imported
 on first use, because torch and transformers take seconds to import.
 """
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from palimpsa_surgery._version import __version__
 
 if TYPE_CHECKING:
+    from palimpsa_surgery.stages.catalog import recipes
     from palimpsa_surgery.stages.demo import demo
     from palimpsa_surgery.stages.evaluation import evaluate
     from palimpsa_surgery.stages.pipeline import train
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _VERBS = {
     "analyze": "palimpsa_surgery.surgery.analysis",
     "replace": "palimpsa_surgery.surgery.replacement",
+    "recipes": "palimpsa_surgery.stages.catalog",
     "train": "palimpsa_surgery.stages.pipeline",
     "export": "palimpsa_surgery.surgery.export",
     "evaluate": "palimpsa_surgery.stages.evaluation",
@@ -33,7 +35,19 @@ _VERBS = {
     "doctor": "palimpsa_surgery.surgery.doctor",
 }
 
-__all__ = ["__version__", "analyze", "compare", "demo", "diagnose", "doctor", "evaluate", "export", "replace", "train"]
+__all__ = [
+    "__version__",
+    "analyze",
+    "compare",
+    "demo",
+    "diagnose",
+    "doctor",
+    "evaluate",
+    "export",
+    "recipes",
+    "replace",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

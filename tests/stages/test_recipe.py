@@ -11,6 +11,23 @@ def stage_of(recipe: dict) -> dict:
     return recipe["stages"][0]
 
 
+def hub(**changes) -> dict:
+    return {"kind": "text", "hub": {"dataset": "me/set"} | changes}
+
+
+def txt(**changes) -> dict:
+    return {"kind": "text", "files": ["asset:kjv.txt"]} | changes
+
+
+def mixture(*shares: float | None, **changes) -> dict:
+    part = {"kind": "text", "files": ["asset:demo-chapters.jsonl"]}
+    return {"kind": "mixture", "sources": [part | ({} if s is None else {"share": s}) | changes for s in shares]}
+
+
+def task(**changes) -> dict:
+    return {"kind": "synthetic", "task": "passkey", "length": 20} | changes
+
+
 # (id, change made to a valid recipe, what the error says)
 WRONG = [
     ("unknown-key", lambda r: stage_of(r).update(lerning_rate=1), "stages[0].lerning_rate: unknown key (did you"),
@@ -40,6 +57,46 @@ WRONG = [
     ("same-name", lambda r: r["stages"][1].update(name="first"), "stages: two stages are named 'first'"),
     ("name", lambda r: stage_of(r).update(name="../up"), "stages[0].name: string must match"),
     ("seed", lambda r: r.update(seed=-1), "seed: must be greater than or equal to 0, got -1"),
+    ("no-source", lambda r: stage_of(r)["data"].pop("files"), "stages[0].data.hub: give either files or hub"),
+    ("two-sources", lambda r: stage_of(r)["data"].update(hub={"dataset": "a/b"}), "data.hub: give either files or"),
+    ("hub-key", lambda r: stage_of(r).update(data=hub(subset="x")), "stages[0].data.hub.subset: unknown key (known: "),
+    ("hub-id", lambda r: stage_of(r).update(data=hub(dataset="a/b/c")), "data.hub.dataset: string must match"),
+    ("hub-files", lambda r: stage_of(r).update(data=hub(data_files=[])), "data.hub.data_files: must not be empty"),
+    ("filter", lambda r: stage_of(r)["data"].update(filter={"a": {}}), "data.filter: a must hold a value or a list"),
+    ("group-txt", lambda r: stage_of(r).update(data=txt(group_by="a")), "data.group_by: group_by needs columns, and"),
+    ("filter-txt", lambda r: stage_of(r).update(data=txt(filter={"a": 1})), "data.filter: filter needs columns, and"),
+    ("window", lambda r: stage_of(r)["data"].update(group_window=1), "data.group_window: must be greater than or"),
+    ("shares", lambda r: stage_of(r).update(data=mixture(0.5, 0.3)), "data.sources: the shares must sum to 1, got 0.8"),
+    ("share", lambda r: stage_of(r).update(data=mixture(1.5)), "data.sources[0].share: must be less than or"),
+    ("negative", lambda r: stage_of(r).update(data=mixture(-0.5, 1)), "data.sources[0].share: must be greater than 0"),
+    ("no-share", lambda r: stage_of(r).update(data=mixture(None, 1)), "stages[0].data.sources[0].share: required"),
+    ("part-kind", lambda r: stage_of(r).update(data=mixture(1, kind="mixture")), "data.sources[0].kind: must be one"),
+    ("part-key", lambda r: stage_of(r).update(data=mixture(1, repeats=True)), "sources[0].repeats: unknown key (did"),
+    ("part-held-out", lambda r: stage_of(r).update(data=mixture(1, held_out=0.1)), "sources[0].held_out: unknown key"),
+    ("part-file", lambda r: stage_of(r).update(data=mixture(1, files=["no.jsonl"])), "sources[0].files[0]: no such f"),
+    ("no-parts", lambda r: stage_of(r).update(data={"kind": "mixture", "sources": []}), "data.sources: must not be em"),
+    ("task", lambda r: stage_of(r).update(data=task(task="mqar")), "stages[0].data.task: must be one of passkey"),
+    (
+        "task-option",
+        lambda r: stage_of(r).update(data=task(options={"keys": 2})),
+        "data.options: task 'passkey' has",
+    ),
+    (
+        "task-files",
+        lambda r: stage_of(r).update(data=task(options={"files": ["no.txt"]})),
+        "data.options: no such",
+    ),
+    (
+        "task-length",
+        lambda r: stage_of(r).update(data=task(length=32)),
+        "sequence_length: 32 is too short for",
+    ),
+    (
+        "task-shortest",
+        lambda r: stage_of(r).update(data=task(min_length=30)),
+        "data.min_length: 30 is more than",
+    ),
+    ("task-learn", lambda r: stage_of(r).update(data=task(learn="none")), "stages[0].data.learn: must be 'answer' or"),
     ("init", lambda r: r.update(model={"init": "zeros"}), "model.init: must be 'calibrated' or 'paper', got"),
 ]
 
@@ -70,8 +127,15 @@ def test_all_mistakes_are_reported_at_once(recipe_dict, write_recipe):
         ("name: [", "is not valid YAML"),
         ("name: a\nname: b\n", "key 'name' is given twice"),
         ("name: 2020-01-01\n", "holds a value that is no text, number or list"),
+        (
+            "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)),
+            "more than 10,000",
+        ),
+        ("name: &a [*a]\n", "more than 10,000 values"),
+        ("name: " + "[" * 2000, "is nested too deeply|is not valid YAML"),
+        ("#" * (1 << 20) + "\nname: a\n", "is larger than 1,048,576 bytes"),
     ],
-    ids=["empty", "list", "broken", "twice", "date"],
+    ids=["empty", "list", "broken", "twice", "date", "aliases", "itself", "deep", "large"],
 )
 def test_not_a_recipe(write_recipe, content, message):
     with pytest.raises(UserError, match=message) as error:

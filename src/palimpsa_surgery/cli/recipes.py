@@ -19,9 +19,10 @@ def recipes(
       palimpsa-surgery recipes show mamba2-2.7b > mine.yaml
     """
     from palimpsa_surgery.cli.console import console
-    from palimpsa_surgery.stages import recipe as library
+    from palimpsa_surgery.stages import catalog as library
 
+    catalog = library.recipes()
     if action is None:
-        console.print(library.recipe_table())
+        console.print(catalog)
     else:
-        typer.echo(library.recipe_text(name), nl=False)
+        typer.echo(catalog.text(name), nl=False)

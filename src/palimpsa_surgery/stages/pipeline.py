@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RECIPE_FILE, RUN_FILE, LOCK_FILE = "recipe.yaml", "run.json", ".lock"
+LEFT_OUT = {"too_long": "examples too long for a sequence", "unanswered": "rows without a prompt or an answer"}
+"""What a stage's record calls them, and what they are."""
 SURGERY_FILES = ("surgery.json", "analysis.json", "windows.png")
 """What `replace` put beside the weights, carried along to every stage's checkpoint."""
 
@@ -68,7 +70,9 @@ class Run:
         """Draw the held-out results of all finished stages in 80 columns."""
         from rich.table import Table
 
+        left_out = []
         table = Table("stage", title="Held-out loss (nats per token) and perplexity", title_justify="left")
+        table.caption_justify = "left"
         for column in ("steps", "loss before", "after", "perplexity before", "after", "seconds"):
             table.add_column(column, justify="right")
         for stage in self.record.get("stages", ()):
@@ -83,6 +87,13 @@ class Run:
                     f"{after['perplexity']:.2f}",
                     f"{stage['seconds']:.0f}",
                 )
+                left_out += [
+                    f"stage {stage['name']}: {source[what]:,} {words} of {source['name']} were left out"
+                    for source in stage["data"]["sources"]
+                    for what, words in LEFT_OUT.items()
+                    if what in source
+                ]
+        table.caption = "\n".join(left_out) or None
         return table
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -34,9 +34,6 @@ from palimpsa_surgery.stages.recipe_data import (
     sources_of,
 )
 from palimpsa_surgery.stages.recipe_yaml import read_yaml
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 class Packing(Strict):
@@ -266,30 +263,8 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
 
 
-def recipe_text(name: str | None) -> str:
-    """The YAML of a shipped recipe, comments included.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    shipped = shipped_recipes()
-    if name not in shipped:
-        wanted = "name one of" if name is None else f"no recipe {name!r} ships; there are"
-        raise UserError(f"{wanted}: {', '.join(shipped)}{_hint(name or '')}")
-    return shipped[name].read_text(encoding="utf-8")
-
-
-def recipe_table() -> "Table":
-    """Names and descriptions of the shipped recipes, for the terminal."""
-    from rich.table import Table
-
-    table = Table("recipe", "what it does", title="Recipes", title_justify="left", show_lines=True)
-    for name, path in shipped_recipes().items():
-        table.add_row(name, read_yaml(path)["description"])
-    return table
-
-
-def _hint(name: str | Path) -> str:
+def hint(name: str | Path) -> str:
+    """Name the shipped recipe that may have been meant, if one is close."""
     close = difflib.get_close_matches(str(name), shipped_recipes(), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -303,7 +278,7 @@ def load_recipe(recipe: str | Path) -> Recipe:
     shipped = shipped_recipes()
     path = shipped.get(str(recipe), Path(recipe))
     if not path.is_file():
-        raise UserError(f"recipe {str(recipe)!r} is neither a file nor one of: {', '.join(shipped)}{_hint(recipe)}")
+        raise UserError(f"recipe {str(recipe)!r} is neither a file nor one of: {', '.join(shipped)}{hint(recipe)}")
     content = read_yaml(path)
     try:
         # Through JSON, because strict validation takes a JSON array, but not a Python list, for a tuple.

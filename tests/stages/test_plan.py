@@ -1,0 +1,130 @@
+"""The plan: what it says of sources, memory and disk, from configuration alone."""
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.stages.pipeline import train
+from palimpsa_surgery.stages.recipe import load_recipe
+from palimpsa_surgery.surgery.checkpoints import open_config
+
+NATIVE = {
+    "d_model": 2560,
+    "d_intermediate": 0,
+    "n_layer": 64,
+    "vocab_size": 50277,
+    "ssm_cfg": {"layer": "Mamba2"},
+    "attn_layer_idx": [],
+    "attn_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 16,
+    "tie_embeddings": True,
+}
+
+
+@pytest.fixture
+def config_only(tmp_path):
+    """A folder that holds the config of mamba2-2.7b and nothing else."""
+
+    def make(**changes):
+        (tmp_path / "mamba2-2.7b").mkdir()
+        (tmp_path / "mamba2-2.7b" / "config.json").write_text(json.dumps(NATIVE | changes))
+        return tmp_path / "mamba2-2.7b"
+
+    return make
+
+
+@pytest.fixture
+def hybrid_config(config_only, tmp_path):
+    """The same as `replace` would have written it, without the weights."""
+    config = open_config(config_only()).config
+    config.palimpsa_layers = list(range(8, 16))
+    config.save_pretrained(tmp_path / "hybrid")
+    surgery = {"version": 1, "base_model": "state-spaces/mamba2-2.7b", "init": {"kind": "calibrated"}}
+    (tmp_path / "hybrid" / "surgery.json").write_text(json.dumps(surgery))
+    return tmp_path / "hybrid"
+
+
+def printed(plan) -> str:
+    console = Console(width=80, file=io.StringIO())
+    console.print(plan)
+    return console.file.getvalue()
+
+
+def test_plan_of_the_baseline_needs_a_config_and_no_network(config_only, tmp_path):
+    plan = train(config_only(), "mamba2-2.7b-baseline", tmp_path / "run", dry_run=True).plan
+    assert not (tmp_path / "run").exists()
+    assert plan.parameters == 2_702_599_680
+    assert [(part.steps, part.tokens) for part in plan.stages] == [
+        (9536, 9_999_220_736),
+        (1192, 4_999_610_368),
+        (120, 125_829_120),
+    ]
+    for part in plan.stages:
+        assert part.optimizer_bytes == 16 * plan.parameters
+        assert sum(source.share for source in part.sources) == pytest.approx(1)
+        total = sum(source.tokens for source in part.sources)
+        assert part.tokens < total <= 1.02 * part.tokens
+        assert 2 * total <= part.data_bytes + 10 <= 2.2 * total
+    # transformers' own Mamba2 of this size took 24 GiB of an H200 beyond 10 of bfloat16 weights and gradients
+    assert 24 < plan.stages[1].activations.checkpointed / 2**30 < 34
+    assert plan.stages[1].activations.kept > 10 * plan.stages[1].activations.checkpointed
+    text = printed(plan)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    joined = " ".join(text.split())
+    for words in (
+        "FineWeb-Edu 70.0% 7.000B",
+        "The weights are not here: neither read nor checked.",
+        "a checkpoint to go on from takes 30.2 GiB, a finished stage 10.1 GiB",
+        "Download: about 54.5 GiB of text (uncompressed), and more where a filter drops rows, streamed from "
+        "HuggingFaceFW/fineweb-edu @ main",
+        "Yukang/LongAlpaca-12k @ main.",
+    ):
+        assert words in joined, words
+
+
+def test_plan_of_the_hybrid(hybrid_config, tmp_path):
+    plan = train(hybrid_config, "mamba2-2.7b", tmp_path / "run", dry_run=True).plan
+    groups = {treatment.group: count for treatment, (_, count) in plan.groups.items()}
+    assert groups["importance projections"] == 8 * 160 * (2560 + 5120)
+    assert groups["importance scale b_scale"] == groups["frozen Ip_log"] == 8 * 80
+    assert plan.stages[0].optimizer_bytes == 16 * plan.parameters - 12 * 8 * 80
+    assert max(map(len, printed(plan).splitlines())) <= 80
+
+
+def test_the_two_recipes_do_not_suit_each_others_model(hybrid_config, tmp_path):
+    with pytest.raises(UserError, match="palimpsa_layers is 8 where the recipe expects 0"):
+        train(hybrid_config, "mamba2-2.7b-baseline", tmp_path / "run", dry_run=True)
+
+
+def test_the_baseline_differs_in_the_model_alone():
+    hybrid, baseline = (load_recipe(name).model_dump() for name in ("mamba2-2.7b", "mamba2-2.7b-baseline"))
+    assert {key for key in hybrid if hybrid[key] != baseline[key]} == {"name", "description", "model"}
+    assert baseline["model"]["palimpsa_layers"] == 0
+
+
+def test_what_training_needs_is_still_there(config_only, tmp_path):
+    with pytest.raises(UserError, match="holds no weights"):
+        train(config_only(), "demo", tmp_path / "run")
+
+
+def test_a_config_of_too_many_layers_is_refused(config_only, tmp_path):
+    with pytest.raises(UserError, match="100000 layers are more than the 1024"):
+        train(config_only(n_layer=100_000), "demo", tmp_path / "run", dry_run=True)
+
+
+def test_sources_of_local_files(recipe_dict, write_recipe, finished, tmp_path):
+    recipe_dict["stages"][0]["data"] = recipe_dict["stages"][0]["data"] | {"max_tokens": 200}
+    recipe = load_recipe(write_recipe(recipe_dict))
+    plan = train(finished.plan.source.path, recipe, tmp_path / "run", dry_run=True).plan
+    first, second = (part.sources[0] for part in plan.stages)
+    assert (first.name, first.origin, first.tokens, first.hub) == ("verses.jsonl", "verses.jsonl", 200, False)
+    assert second.tokens == 64 + 320
+    assert not re.search(r"Download|Hub", printed(plan))
