@@ -1,8 +1,8 @@
 """Model surgery that gives pretrained Mamba2 language models a metaplastic memory.
 
 Every verb of the command line is a function of the same name here: `analyze`, `replace`, `recipes`, `train`,
-`export`, `diagnose`, `compare`, `demo`, `doctor`; `eval` is `evaluate`, since Python has an `eval` of its own. They are imported
-on first use, because torch and transformers take seconds to import.
+`export`, `diagnose`, `compare`, `demo`, `doctor`; `eval` is `evaluate`, since Python has an `eval` of its own. They are
+imported on first use, because torch and transformers take seconds to import.
 """
 
 from importlib import import_module
