@@ -1,0 +1,145 @@
+"""One short run of the tiny hybrid on one process, under DDP and under FSDP2, killed and resumed: is it one training?
+
+    python benchmarks/parallel.py --output FOLDER [--processes 2] [--cpu]
+
+Prints, for each way of launching, the largest relative difference of its losses and gradient norms from those of the
+single process, and the largest change of a weight against how far training moved it. `--cpu` leaves out FSDP2 and
+`accelerate launch`, which need GPUs. Exit code 1 where a difference exceeds its bound.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LOSS_BOUND = 2e-3
+"""Largest relative difference of a step's loss: bfloat16 products round otherwise in batches of another size."""
+
+KILL = """
+import os, signal, sys
+from palimpsa_surgery.cli.main import run
+from palimpsa_surgery.stages.trainer import StageTrainer
+save = StageTrainer._save_rng_state
+def killed(self, folder):
+    if self.state.global_step == 4 and os.environ.get("RANK", "0") == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(self, folder)
+StageTrainer._save_rng_state = killed
+run()
+"""
+
+
+def recipe_text(length: int) -> str:
+    """Six steps of text with accumulation and four of answers, 16 and 8 sequences of `length` tokens a step."""
+    rates = {"learning_rate": 1e-4, "importance_learning_rate": 1e-3}
+    text = {"kind": "text", "files": ["asset:kjv.txt"], "max_tokens": 120 * length, "held_out": 0.1}
+    answers = {"kind": "instruction", "files": ["asset:demo-instructions.jsonl"], "held_out": 0.1}
+    sizes = {"sequence_length": length, "batch_tokens": 16 * length, "tokens": 96 * length}
+    stages = [
+        {"name": "text", "data": text, **sizes, "micro_batch_tokens": 4 * length, **rates},
+        {"name": "answers", "data": answers, **sizes, "batch_tokens": 8 * length, "tokens": 32 * length, **rates},
+    ]
+    stages[1]["gradient_checkpointing"] = True
+    content = {"name": "parallel", "checkpoint_steps": 2, "evaluation": {"tokens": 12 * length}, "stages": stages}
+    return json.dumps(content)  # which is YAML too
+
+
+def main() -> int:
+    """Run all launches and print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    folder: Path = options.output.absolute()
+    folder.mkdir(parents=True)
+    hybrid, recipe = make_inputs(folder, 64 if options.cpu else 256)
+    train = ["train", str(hybrid), "--recipe", str(recipe), "--output"]
+
+    def begin(name: str, launcher: list[str], *, kill: bool = False, output: str | None = None) -> tuple:
+        program = [str(folder / "kill.py")] if kill else ["-m", "palimpsa_surgery"]
+        log = (folder / f"{name}.log").open("w")
+        command = [*launcher, *program, *train, str(folder / (output or name))]
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if name == "single" else {})
+        return name, time.perf_counter(), subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def end(name: str, began: float, process: subprocess.Popen) -> int:
+        code = process.wait()
+        print(f"{name}: exit code {code} after {time.perf_counter() - began:.0f} s", flush=True)
+        return code
+
+    count = str(options.processes)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", count, "--master_port"]
+    (folder / "kill.py").write_text(KILL)
+    single = end(*begin("single", [sys.executable]))
+    group = [begin("ddp", [*torchrun, "29601"])]
+    if not options.cpu:
+        group += [
+            begin("ddp-accelerate", accelerate("ddp", count, 29602)),
+            begin("fsdp2", accelerate("fsdp2", count, 29603)),
+            begin("fsdp2-killed", accelerate("fsdp2", count, 29604), kill=True, output="fsdp2-resumed"),
+        ]
+    codes = {name: end(name, began, process) for name, began, process in group}
+    if not options.cpu:
+        codes["fsdp2-resumed"] = end(*begin("fsdp2-resumed", accelerate("fsdp2", count, 29605)))
+    killed = codes.pop("fsdp2-killed", 1)
+    failed = single or killed == 0 or any(codes.values())
+    for name in codes:
+        failed |= not compare(folder / "single", folder / name)
+    for name in ["single", *codes, "fsdp2-killed"] if failed else []:
+        if (log := folder / f"{name}.log").is_file():
+            print(f"--- {name}\n{log.read_text()[-3000:]}", flush=True)
+    print(f"killed by signal {signal.SIGKILL.value}: the launcher's exit code was {killed}" if not options.cpu else "")
+    return int(bool(failed))
+
+
+def make_inputs(folder: Path, length: int) -> tuple[Path, Path]:
+    """Write a hybrid of the shipped checkpoint, and the recipe."""
+    from palimpsa_surgery import replace
+    from palimpsa_surgery.surgery.assets import asset_path
+
+    replace(asset_path("tiny-mamba2"), folder / "hybrid", layers=[4, 7, 8, 11], init="paper", device="cpu")
+    (folder / "recipe.yaml").write_text(recipe_text(length))
+    return folder / "hybrid", folder / "recipe.yaml"
+
+
+def accelerate(config: str, processes: str, port: int) -> list[str]:
+    """Start of a command line that launches with a configuration of the package."""
+    from importlib.resources import files
+
+    path = str(files("palimpsa_surgery") / "stages" / "accelerate" / f"{config}.yaml")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path]
+    return [*launch, "--num_processes", processes, "--main_process_port", str(port)]
+
+
+def compare(one: Path, other: Path) -> bool:
+    """Print how far two runs are apart; return whether that is within bounds."""
+    import torch
+    from safetensors.torch import load_file
+
+    worst, start = {}, load_file(one.parent / "hybrid" / "model.safetensors")
+    for stage in ("01-text", "02-answers"):
+        if not (other / stage / "final").is_dir():
+            print(f"{other.name}: stage {stage} is not finished", flush=True)
+            return False
+        logs = [[json.loads(line) for line in (run / stage / "log.jsonl").open()] for run in (one, other)]
+        if len(logs[0]) != len(logs[1]):
+            return False
+        for field in ("loss", "grad_norm"):
+            for a, b in zip(*logs, strict=True):
+                worst[field] = max(worst.get(field, 0.0), abs(a[field] / b[field] - 1))
+        weights = [load_file(run / stage / "final" / "model.safetensors") for run in (one, other)]
+        moved = torch.cat([(weights[0][key] - start[key]).flatten() for key in start]).norm()
+        apart = torch.cat([(weights[0][key] - weights[1][key]).flatten() for key in start]).norm()
+        worst["weights"] = max(worst.get("weights", 0.0), (apart / moved).item())
+    figures = ", ".join(f"{field} {value:.2e}" for field, value in worst.items())
+    print(f"{other.name}: largest relative differences from one process: {figures}", flush=True)
+    return worst["loss"] <= LOSS_BOUND
+
+
+if __name__ == "__main__":
+    sys.exit(main())
