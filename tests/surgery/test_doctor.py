@@ -1,5 +1,8 @@
 """`doctor` passes here, and catches wrong kernels."""
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -70,3 +73,30 @@ def test_unknown_devices_are_refused(device, cli):
     assert device in cli("doctor", "--device", device).error
     with pytest.raises(UserError):
         doctor(device)
+
+
+def test_on_a_gpu_it_checks_what_trains():
+    """The tuned kernels do not return the variance, so most checks must not ask for it."""
+    jobs = list(module._jobs(torch.device("cuda")))
+    runs = {(job.args[0], job.keywords["dtype"]) for job in jobs}
+    for dtype in (torch.float32, torch.bfloat16):
+        for run in (module._palimpsa_scan, module._palimpsa_variance, module._mamba2_scan, module._palimpsa_steps):
+            assert (run, dtype) in runs
+    bf16_scans = [j for j in jobs if j.args[0] is module._palimpsa_scan and j.keywords["dtype"] is torch.bfloat16]
+    lengths = {packed: {j.args[3] for j in bf16_scans if j.args[4] is packed} for packed in (False, True)}
+    assert lengths == {False: {1, 63, 64, 65, 257, 513, 2049}, True: {65, 513}}
+
+
+def test_kernels_of_mamba_ssm_are_not_tuned_while_checking(monkeypatch):
+    triton = pytest.importorskip("triton")
+    configurations = [triton.Config({"BLOCK": size}) for size in (64, 32, 16)]
+    kernels = types.ModuleType("mamba_ssm.ops.kernels")
+    kernels.tuned = triton.autotune(configs=configurations, key=["n"])(triton.jit(kernel))
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    with module._untuned():
+        assert kernels.tuned.configs == configurations[-1:]
+    assert kernels.tuned.configs == configurations
+
+
+def kernel(x, n, BLOCK):
+    """What Triton would compile."""
