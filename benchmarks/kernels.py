@@ -4,8 +4,8 @@
     python benchmarks/kernels.py --lengths 2048 32768 --heads 80
 
 Compared where installed: `mamba_ssm`'s SSD (chunk 256) and `fla`'s Simple GLA (B and C expanded to heads, as it wants
-them; its backward pass refuses some Triton versions, which is printed). Their kernels are tuned once, at the longest
-length, before anything is timed; all configurations are compiled in parallel. Nothing is timed unless output and
+them; its backward pass refuses some Triton versions, which is printed). Their kernels are tuned once, at 32k
+tokens, before anything is timed; all configurations are compiled in parallel. Nothing is timed unless output and
 gradients equal the float64 reference first. Ratios are to SSD, and mean more than milliseconds.
 """
 
@@ -29,6 +29,7 @@ from tuning import tuned_in_parallel
 
 NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior")
 TOLERANCE = 5e-3
+TUNING_LENGTH = 32768
 
 
 def make(batch: int, tokens: int, heads: int, head_dim: int, state_size: int, groups: int) -> dict[str, torch.Tensor]:
@@ -155,13 +156,16 @@ def tune(name: str, forward: Callable, both: Callable) -> dict[str, str]:
 
 
 def measure(forward: Callable, both: Callable, repeats: int, refused: dict[str, str]) -> dict[str, float | None]:
-    """Times in milliseconds and the extra memory of forward + backward, None for what the kernel refuses."""
+    """Times in milliseconds and the extra memory of forward + backward, None where refused or out of memory."""
     row: dict[str, float | None] = {"forward_ms": None, "both_ms": None, "extra_gib": None}
-    if "forward" not in refused:
-        row["forward_ms"] = milliseconds(forward, repeats)
-    if "both" not in refused:
-        row["both_ms"] = milliseconds(both, repeats)
-        row["extra_gib"] = extra_gibibytes(both)
+    try:
+        if "forward" not in refused:
+            row["forward_ms"] = milliseconds(forward, repeats)
+        if "both" not in refused:
+            row["both_ms"] = milliseconds(both, repeats)
+            row["extra_gib"] = extra_gibibytes(both)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
     return row
 
 
@@ -169,8 +173,8 @@ def decode(batch: int, heads: int) -> dict[str, float]:
     """Microseconds of one decoding step on the device, launches excluded: a CUDA graph of 20 steps is replayed."""
     arguments = make(batch, 1, heads, 64, 128, 1)
     x, dt, A, B, C, beta, prior = (v[:, 0] if v.ndim > 2 else v for v in arguments.values())
-    state = torch.zeros(batch, heads, 2, 64, 128, device="cuda")
-    mamba2_state = torch.zeros(batch, heads, 64, 128, device="cuda")
+    state = torch.zeros(batch, heads, 2, 64, 128, device=x.device)
+    mamba2_state = torch.zeros(batch, heads, 64, 128, device=x.device)
     steps: dict[str, Callable[[], object]] = {"palimpsa": lambda: palimpsa_step(x, dt, A, B, C, beta, prior, state)}
     if paths(x.device)["Mamba2 decoding"].startswith("mamba_ssm"):
         steps["ssd"] = lambda: ssd_step(x, dt, A, B, C, mamba2_state)
@@ -208,9 +212,9 @@ def main() -> int:
         flush=True,
     )
     compared = kernels()
-    longest = make(options.batch, max(options.lengths), options.heads, 64, 128, 1)
-    refused = {name: tune(name, *calls(*kernel, longest)) for name, kernel in compared.items()}
-    del longest
+    long = make(options.batch, min(max(options.lengths), TUNING_LENGTH), options.heads, 64, 128, 1)
+    refused = {name: tune(name, *calls(*kernel, long)) for name, kernel in compared.items()}
+    del long
     print(f"{'kernel':<11}{'tokens':>8}{'fwd ms':>9}{'x SSD':>7}{'f+b ms':>9}{'x SSD':>7}{'GiB':>7}{'us/token':>10}")
     rows = []
     for tokens in options.lengths:
