@@ -55,7 +55,7 @@ def make_recipe(text_file: Path) -> dict:
     return {
         "name": "small",
         "checkpoint_steps": 2,
-        "evaluation": {"tokens": 128},
+        "evaluation": {"tokens": 128, "layers_every": None},
         "stages": [stage, stage | {"name": "second", "sequence_length": 64}],
     }
 

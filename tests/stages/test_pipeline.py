@@ -102,7 +102,7 @@ def test_a_run_and_what_it_leaves(finished, small_recipe):
         assert stage["after"]["loss"] < stage["before"]["loss"]
         assert stage["before"]["tokens"] == stage["after"]["tokens"] > 0
         left = sorted(path.name for path in (run / stage["folder"]).iterdir())
-        assert left == ["final", "log.jsonl"]
+        assert left == ["final", "log.jsonl", "loss.png", "positions.png"]
         final = run / stage["final"]
         assert (final / "surgery.json").read_bytes() == (checkpoint / "surgery.json").read_bytes()
         assert load_tokenizer(final).eos_token_id == load_tokenizer(checkpoint).eos_token_id

@@ -11,10 +11,11 @@ from helpers import assert_close
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.hf_models import LayerState
 from palimpsa_surgery.stages.data import ContinuedOrder, Sequences, collate, prepare, training_order
+from palimpsa_surgery.stages.held_out import evaluate
 from palimpsa_surgery.stages.recipe import load_recipe
 from palimpsa_surgery.stages.snapshots import Snapshots
 from palimpsa_surgery.stages.states import make_initial_states
-from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, quiet_transformers
+from palimpsa_surgery.stages.trainer import StageTrainer, quiet_transformers
 
 KINDS = {
     "zero": {"kind": "zero"},
@@ -71,7 +72,7 @@ def trainer_of(small_model, sequences_of, tmp_path):
             steps=steps,
             seed=3,
             checkpoint_steps=2,
-            advance=lambda units: None,
+            advance=lambda *_: None,
         )
 
     return make

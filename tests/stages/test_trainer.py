@@ -9,9 +9,10 @@ import torch
 from helpers import assert_close
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.data import IGNORED, Sequences, TrainingOrder, prepare
+from palimpsa_surgery.stages.held_out import evaluate
 from palimpsa_surgery.stages.recipe import load_recipe
 from palimpsa_surgery.stages.snapshots import Snapshots
-from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, quiet_transformers
+from palimpsa_surgery.stages.trainer import StageTrainer, quiet_transformers
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def run(tmp_path, tokenizer, small_model):
                 steps=steps,
                 seed=0,
                 checkpoint_steps=2,
-                advance=lambda units: None,
+                advance=lambda *_: None,
             )
             trainer.train(resume_from_checkpoint=trainer.snapshots.newest()[0] if resume else None)
         return trainer

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from palimpsa_surgery.stages.data import Sequences, prepare
+from palimpsa_surgery.stages.held_out import evaluate
 from palimpsa_surgery.stages.pipeline import Run, train
 from palimpsa_surgery.stages.recipe import load_recipe
-from palimpsa_surgery.stages.trainer import evaluate
 from palimpsa_surgery.surgery.analysis import Analysis, analyze
 from palimpsa_surgery.surgery.assets import asset_path
 from palimpsa_surgery.surgery.checkpoints import load_model, load_tokenizer

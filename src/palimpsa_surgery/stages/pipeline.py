@@ -4,7 +4,10 @@
       recipe.yaml          the recipe with all defaults, which a resumed run must match
       run.json             what the run started from, and each stage's state and results
       01-pretrain/
-        log.jsonl          loss, learning rate and speed of every step
+        log.jsonl          loss, learning rate and speed of every step; loss.png
+        layers.jsonl       windows and importance of the replaced layers by step; layers.png
+        positions.png      held-out perplexity by position, before and after (the numbers are in run.json)
+        samples.json       how the model goes on with held-out text, before and after, if the recipe asks
         final/             the finished stage as a checkpoint folder
         data/, checkpoint-N/   while the stage is not finished
 
@@ -28,6 +31,7 @@ import yaml
 from palimpsa_surgery import ranks
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import Unavailable, UserError
+from palimpsa_surgery.stages.dashboards import check_dashboards, end_of_stage
 from palimpsa_surgery.stages.launch import check_request, check_shared_folder, fsdp_requested, share
 from palimpsa_surgery.stages.plan import Plan, make_plan
 from palimpsa_surgery.stages.recipe import Recipe, differences, load_recipe
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-RECIPE_FILE, RUN_FILE, LOCK_FILE = "recipe.yaml", "run.json", ".lock"
+RECIPE_FILE, RUN_FILE, LOCK_FILE, SAMPLES_FILE = "recipe.yaml", "run.json", ".lock", "samples.json"
 LEFT_OUT = {"too_long": "examples too long for a sequence", "unanswered": "rows without a prompt or an answer"}
 """What a stage's record calls them, and what they are."""
 SURGERY_FILES = ("surgery.json", "analysis.json", "windows.png")
@@ -145,6 +149,7 @@ def train(
         share(entry, ranks.world_size())
         if entry.lora and fsdp_requested():
             raise UserError(f"stage {entry.name}: lora and FSDP do not go together: use DDP")
+    check_dashboards(recipe.report_to)
     output = Path(output)
     options = {"max_steps": max_steps, "tokenizer": None if tokenizer is None else str(tokenizer)}
     record = ranks.agreed(lambda: _existing(output, recipe, options))
@@ -201,9 +206,12 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     import torch
 
     from palimpsa_surgery.stages.data import Sequences, training_order
+    from palimpsa_surgery.stages.held_out import continuations, evaluate
     from palimpsa_surgery.stages.lora import add_adapters, merge_adapters
+    from palimpsa_surgery.stages.reporting import LayerReport
+    from palimpsa_surgery.stages.run_plots import plot_stage
     from palimpsa_surgery.stages.sharding import whole_parameters
-    from palimpsa_surgery.stages.trainer import StageTrainer, evaluate, quiet_transformers
+    from palimpsa_surgery.stages.trainer import StageTrainer, quiet_transformers
     from palimpsa_surgery.surgery.checkpoints import load_model, save_checkpoint
 
     part, entry = plan.stages[index], record["stages"][index]
@@ -225,7 +233,14 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
         stage_index=index,
         rows=batch.processes * batch.micro_batch,
     )
-    scoring = {"max_tokens": plan.recipe.evaluation.tokens, "batch_size": stage.micro_batch_sequences}
+    wanted = plan.recipe.evaluation
+    scoring = {"max_tokens": wanted.tokens, "batch_size": stage.micro_batch_sequences}
+
+    def sample(when: str) -> None:
+        if wanted.samples is not None:
+            texts = continuations(model, tokenizer, sequences, wanted.samples)
+            ranks.first(lambda: _add_samples(folder / SAMPLES_FILE, when, texts))
+
     with quiet_transformers(), progress_bar(f"stage {stage.name}", part.steps) as advance:
         trainer = StageTrainer(
             model,
@@ -236,14 +251,23 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
             seed=plan.recipe.seed,
             checkpoint_steps=plan.recipe.checkpoint_steps,
             advance=advance,
+            report_to=plan.recipe.report_to,
+            run_name=f"{plan.output.name}/{part.folder}",
         )
+        if wanted.layers_every and model.config.palimpsa_layers:
+            shown = folder if ranks.is_first() else None
+            trainer.add_callback(LayerReport(trainer, sequences, shown, wanted.layers_every))
         if entry["status"] == "pending":
+            sample("before")
             entry |= {"status": "running", "before": evaluate(model, sequences, **scoring)}
             _write_run(plan.output, record)
+        else:
+            ranks.first(lambda: plot_stage(folder, entry))  # how far the interrupted run had got
         trainer.train(resume_from_checkpoint=ranks.agreed(lambda: _resume_point(snapshots)))
         if adapters is not None:
             merge_adapters(adapters)
         after = evaluate(model, sequences, **scoring)
+        sample("after")
         model.config.use_cache = use_cache
         parameters = whole_parameters(model)
 
@@ -260,6 +284,14 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
     entry |= {"seconds": round(time.perf_counter() - began, 1), "final": f"{part.folder}/final"}
     record["final"] = record["stages"][-1]["final"]
     _write_run(plan.output, record)
+    ranks.first(lambda: plot_stage(folder, entry))
+    end_of_stage(plan.recipe.report_to)
+
+
+def _add_samples(path: Path, when: str, texts: list[dict]) -> None:
+    """Put the samples of one time into the file, beside those of the other."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and when == "after" else {}
+    path.write_text(json.dumps(content | {when: texts}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _resume_point(snapshots: Snapshots) -> str | None:

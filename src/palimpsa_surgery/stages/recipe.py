@@ -221,11 +221,26 @@ class ExpectedModel(Strict):
     """How the importance parameters were initialised; null: any."""
 
 
+class Samples(Strict):
+    """Continuations of held-out text, before and after every stage."""
+
+    count: Annotated[int, Field(ge=1)] = 3
+    prompt_tokens: Annotated[int, Field(ge=1)] = 64
+    """Tokens of a prompt, at most."""
+    new_tokens: Annotated[int, Field(ge=1)] = 64
+    """Tokens to generate, at most."""
+
+
 class Evaluation(Strict):
-    """What is scored before and after every stage."""
+    """What is looked at before, while and after a stage trains."""
 
     tokens: Annotated[int, Field(gt=0)] = 65536
-    """Held-out tokens to score, in whole sequences; at most what the stage's data hold out."""
+    """Held-out tokens to score before and after, in whole sequences; at most what the stage's data hold out."""
+    layers_every: Annotated[int, Field(ge=1)] | None = 100
+    """Steps between two looks at the windows and importance of the replaced layers, on one held-out sequence; null:
+    never."""
+    samples: Samples | None = None
+    """null: no text is generated."""
 
 
 class Recipe(Strict):
@@ -241,6 +256,8 @@ class Recipe(Strict):
     keep_checkpoints: Annotated[int, Field(gt=0)] = 2
     """Whole checkpoints to keep of the stage under way. While one is written, the disk holds one more."""
     evaluation: Evaluation = Evaluation()
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Dashboards that get the log too, through transformers; each needs its own package and its own environment."""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
 
     @field_validator("stages")
@@ -380,4 +397,5 @@ _NESTED: dict[str, type[BaseModel]] = {
     "lora": Lora,
     "model": ExpectedModel,
     "evaluation": Evaluation,
+    "samples": Samples,
 }

@@ -1,26 +1,25 @@
 """One stage's training, through transformers' Trainer."""
 
 import contextlib
-import json
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from palimpsa_surgery import ranks
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages.data import IGNORED, Sequences, collate
+from palimpsa_surgery.stages.data import collate
 from palimpsa_surgery.stages.guard import SKIPPED, NonFiniteGuard, skipped_steps
-from palimpsa_surgery.stages.launch import share, sum_over_ranks
+from palimpsa_surgery.stages.held_out import has_bfloat16
+from palimpsa_surgery.stages.launch import share
 from palimpsa_surgery.stages.optimisation import build_optimizer
 from palimpsa_surgery.stages.parallel import ParallelTrainer
 from palimpsa_surgery.stages.recipe import Stage
+from palimpsa_surgery.stages.reporting import StepLog
 from palimpsa_surgery.stages.snapshots import Snapshots
 from palimpsa_surgery.stages.states import make_initial_states
 
@@ -39,7 +38,8 @@ class StageTrainer(ParallelTrainer):
         order: what to train on, one position after the other: `TrainingOrder`, or `ContinuedOrder` for tbtt.
         snapshots: where checkpoints go; `log.jsonl` lies in the same folder.
         steps: optimizer steps to run; the learning rate's schedule spans them.
-        advance: called with 1 after each step.
+        advance: called after each step with 1 and the speed in words, and at the start with the steps behind.
+        report_to, run_name: dashboards of transformers' that get the log too, and what they call this stage.
 
     Raises:
         UserError: the ranks cannot share a batch evenly, or accelerate made something else than was asked for.
@@ -55,7 +55,9 @@ class StageTrainer(ParallelTrainer):
         steps: int,
         seed: int,
         checkpoint_steps: int,
-        advance: Callable[[int], None],
+        advance: Callable[[int, str], None],
+        report_to: Sequence[str] = (),
+        run_name: str | None = None,
     ) -> None:
         self.stage = stage
         self.guard = NonFiniteGuard(stage.name, stage.non_finite.max_consecutive)
@@ -64,7 +66,7 @@ class StageTrainer(ParallelTrainer):
         arguments = TrainingArguments(
             output_dir=str(snapshots.folder),
             use_cpu=not torch.cuda.is_available(),
-            bf16=_has_bfloat16(),
+            bf16=has_bfloat16(),
             seed=seed,
             max_steps=steps,
             per_device_train_batch_size=batch.micro_batch,
@@ -85,13 +87,14 @@ class StageTrainer(ParallelTrainer):
             logging_nan_inf_filter=False,
             disable_tqdm=True,
             log_level="error",
-            report_to=[],
+            report_to=list(report_to),
+            run_name=run_name,
         )
         # Both would otherwise come from outside: a precision from the environment (float16 among them), and
         # data parallelism over all GPUs that this one process sees.
-        arguments.mixed_precision = "bf16" if _has_bfloat16() else "no"
+        arguments.mixed_precision = "bf16" if has_bfloat16() else "no"
         arguments._n_gpu = min(arguments.n_gpu, 1)
-        log = [_Log(snapshots.folder / "log.jsonl", stage.batch_tokens, advance)] if ranks.is_first() else []
+        log = [StepLog(snapshots.folder, stage.batch_tokens, advance)] if ranks.is_first() else []
         super().__init__(model, arguments, collate, order, snapshots=snapshots, callbacks=log)
         self.remove_callback(PrinterCallback)
         self.initial_states = make_initial_states(
@@ -166,95 +169,8 @@ class StageTrainer(ParallelTrainer):
         return skipped_steps(self.state)
 
 
-class _Log(TrainerCallback):
-    """Writes one line of `log.jsonl` per step, and moves the progress bar."""
-
-    def __init__(self, path: Path, batch_tokens: int, advance: Callable[[int], None]) -> None:
-        self.path, self.batch_tokens, self.advance = path, batch_tokens, advance
-        self.since = 0.0
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Drop lines later than the checkpoint that training goes on from: those steps will run again."""
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
-        self.path.write_text("".join(kept))
-        self.advance(state.global_step)
-        self.since = time.perf_counter()
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """Write the step's numbers; the Trainer's closing summary has no loss and is left out."""
-        if not logs or "loss" not in logs:
-            return
-        now = time.perf_counter()
-        line = {
-            "step": state.global_step,
-            "tokens": state.global_step * self.batch_tokens,
-            **{key: _finite(logs[key]) for key in ("loss", "grad_norm", "learning_rate")},
-            "tokens_per_second": round(self.batch_tokens / (now - self.since), 1),
-        }
-        if SKIPPED in logs:
-            line[SKIPPED] = True
-        self.since = now
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        self.advance(1)
-
-
-def _finite(value: float) -> float | None:
-    """The number, or null where JSON has none."""
-    return value if math.isfinite(value) else None
-
-
 STATES_FILE = "states-rank{rank}.pt"
 """What each rank carries from one micro-batch to the next, and the state of its noise."""
-
-
-@torch.no_grad()
-def evaluate(model: PreTrainedModel, sequences: Sequences, *, max_tokens: int, batch_size: int) -> dict[str, float]:
-    """Score held-out sequences from an empty memory: mean loss over the targets, in nats per token.
-
-    All ranks must call it together; each scores some of the batches.
-
-    Args:
-        max_tokens: whole sequences of at most this many tokens in all (but at least one) are scored, evenly
-            spread over those held out.
-        batch_size: sequences per forward pass.
-
-    Returns:
-        `loss`, `perplexity` = exp(loss), and `tokens`, the number of targets.
-
-    Raises:
-        UserError: the loss is not finite.
-    """
-    held_out = sequences.held_out
-    count = min(len(held_out), max(1, max_tokens // sequences.tokens.shape[1]))
-    chosen = held_out[np.linspace(0, len(held_out) - 1, count).round().astype(int)]
-    was_training = model.training
-    model.eval()
-    total, targets = 0.0, 0
-    rank, size = ranks.rank(), ranks.world_size()
-    starts = range(0, count, batch_size)
-    for turn in range(math.ceil(len(starts) / size)):
-        mine = turn * size + rank < len(starts)
-        # A rank without a batch repeats another: parameters that are divided take all ranks in every pass.
-        start = starts[turn * size + rank if mine else 0]
-        (batch,) = sequences.batches(chosen[start : start + batch_size], batch_size)
-        inputs = {key: value.to(model.device) for key, value in batch.items()}
-        with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda" and _has_bfloat16()):
-            batch_sum = model(**inputs, use_cache=False, return_logits=False, num_items_in_batch=1).loss
-        if mine:
-            total += batch_sum.item()
-            targets += int((batch["labels"][:, 1:] != IGNORED).sum())
-    model.train(was_training)
-    total, targets = sum_over_ranks(total, targets, device=model.device)
-    mean = total / targets
-    if not math.isfinite(mean):
-        raise UserError(f"the held-out loss is {mean}: the model's weights are of no use")
-    return {"loss": mean, "perplexity": math.exp(mean), "tokens": int(targets)}
-
-
-def _has_bfloat16() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 @contextlib.contextmanager

@@ -55,23 +55,26 @@ def probe_layers(
     """
     layers = list(range(model.config.num_hidden_layers) if layers is None else layers)
     windows: dict[int, Tensor] = {}
+    priors: dict[int, Tensor] = {}
 
     def observe(layer: int, seen: dict[str, Tensor | None]) -> None:
         windows[layer] = log_window(seen["dt"], seen["A"]).flatten()
+        if seen["importance_gate"] is not None:
+            # Read here, where parameters that are divided over several processes are whole.
+            priors[layer] = torch.exp(model.backbone.layers[layer].mixer.Ip_log.float())
 
     was_training = model.training
     model.eval()
     with observing(model, observe, layers):
-        states = model.backbone(input_ids, seq_idx=seq_idx, return_final_states=True, use_cache=False).final_states
+        output = model(input_ids, seq_idx=seq_idx, return_final_states=True, use_cache=False, logits_to_keep=1)
+        states = output.final_states
     model.train(was_training)
 
     probes = []
     for layer in layers:
         importance = metaplasticity = None
-        if layer in model.config.palimpsa_layers:
-            mixer = model.backbone.layers[layer].mixer
-            prior = torch.exp(mixer.Ip_log.float())
-            largest, ratio = importance_ratios(states[layer].recurrent_state[:, :, 1].flatten(2), prior)
+        if layer in priors:
+            largest, ratio = importance_ratios(states[layer].recurrent_state[:, :, 1].flatten(2), priors[layer])
             importance, metaplasticity = largest.max().item(), ratio.mean().item()
         probes.append(
             LayerProbe(

@@ -18,20 +18,28 @@ T = TypeVar("T")
 
 
 @contextmanager
-def progress_bar(description: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
-    """Yield a function that moves a bar of `total` units (None: unknown) forward by the units given to it."""
+def progress_bar(description: str, total: float | None = None) -> Iterator[Callable[..., None]]:
+    """Yield a function that moves a bar of `total` units (None: unknown) forward by the units given to it.
+
+    A second argument to that function, such as "1,200 tokens/s", stands beside the bar from then on.
+    """
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=28),
         MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(
         *columns, console=console, transient=True, disable=not (console.is_terminal and ranks.is_first())
     ) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda units=1: progress.advance(task, units)
+        task = progress.add_task(description, total=total, note="")
+
+        def advance(units: float = 1, note: str | None = None) -> None:
+            progress.update(task, advance=units, **({} if note is None else {"note": note}))
+
+        yield advance
 
 
 def track(iterable: Iterable[T], description: str, total: float | None = None) -> Iterator[T]:

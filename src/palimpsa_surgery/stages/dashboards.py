@@ -1,0 +1,31 @@
+"""Other people's dashboards, which a recipe's `report_to` names; transformers' Trainer feeds them."""
+
+import importlib
+from collections.abc import Iterable
+
+from palimpsa_surgery.errors import UserError
+
+MODULES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
+"""What must import for each; its package has the name of the dashboard."""
+
+
+def check_dashboards(names: Iterable[str]) -> None:
+    """See that the packages of all dashboards import.
+
+    Raises:
+        UserError: one does not; the message says why, and what to do.
+    """
+    for name in names:
+        try:
+            importlib.import_module(MODULES[name])
+        except Exception as error:  # a broken package fails in its own way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"report_to: {name} cannot be imported ({reason}): pip install {name}, or leave it out"
+            ) from None
+
+
+def end_of_stage(names: Iterable[str]) -> None:
+    """Close what belongs to one stage, so that the next starts its own; TensorBoard and trackio do so themselves."""
+    if "wandb" in names:
+        importlib.import_module("wandb").finish()
