@@ -72,8 +72,11 @@ FORWARD_SEGMENT = 512
 BACKWARD_SEGMENT = 128
 SUB_CHUNK = 16
 KEY_BLOCK = 64  # of the portable gradient kernel: 10% faster than 32 on Hopper although it spills registers
-# Of the same kernel: one warp is fastest with tensor cores. Without them, in float32, four are, and they compile in 15
-# seconds where one takes 55.
+# Tokens, value rows and keys of a product in `_segment_states`. Without tensor cores a product is unrolled: in float32
+# the larger tile spills 13 KB a thread and compiles in 33 seconds, the smaller one spills nothing and takes 2.
+STATE_TILE, STATE_TILE_FP32 = (64, 64, 128), (16, 64, 64)
+# Of the gradient kernel, one by default. In float32 one warp spills 2.3 KB a thread and compiles in 55 seconds, four
+# spill 0.2 KB and take 15.
 WARPS = {torch.float32: 4}
 # Bytes of temporary tensors that a launch of the backward pass may take; twice as many save 2%.
 WORKSPACE_BYTES = 768 * 2**20
@@ -610,8 +613,9 @@ def _states(x, dt, A, B, beta, initial_state, doc, segment, heads_per_group):
         states[:, :, 0].zero_()
     else:
         states[:, :, 0].copy_(initial_state)
-    BT = min(64, segment)
-    BP, BN = min(64, max(16, _power_of_two(head_dim))), min(128, max(16, _power_of_two(state_size)))
+    BT, BP, BN = STATE_TILE_FP32 if x.dtype == torch.float32 else STATE_TILE
+    BT = min(BT, segment)
+    BP, BN = min(BP, max(16, _power_of_two(head_dim))), min(BN, max(16, _power_of_two(state_size)))
     grid = (segments, batch * heads, triton.cdiv(head_dim, BP) * triton.cdiv(state_size, BN))
     _segment_states[grid](
         x, dt, beta, A, B, dt if doc is None else doc, states, decay,
