@@ -339,9 +339,11 @@ def test_ruler_makes_its_data_offline(tiny_checkpoint, hybrid, tmp_path):
         assert (task.documents, task.available) == (1, 500), name
         assert 500 < task.longest <= 1024 + RULER_MARGIN, name
 
-    shorter = evaluate(tiny_checkpoint, "ruler", tmp_path / "two", tasks=["niah_single_1"], lengths=[300, 400], limit=1)
-    assert shorter.tasks["niah_single_1"].documents == 2, "one of each length"
-    assert [score.column for score in shorter.scores] == ["300", "400"]
+    two = evaluate(hybrid, "ruler", tmp_path / "two", tasks=["niah_single_1"], lengths=[300, 400], limit=2)
+    assert two.tasks["niah_single_1"].documents == 4, "two of each length"
+    assert [score.column for score in two.scores] == ["300", "400"]
+    real = evaluate(tiny_checkpoint, "ruler", tmp_path / "real", tasks=["niah_single_1"], lengths=[300], limit=1)
+    assert 200 < real.tasks["niah_single_1"].longest <= 300 + RULER_MARGIN
     with pytest.raises(UserError, match=r"task niah_single_1: .*Could not generate any sample"):
         evaluate(hybrid, "ruler", tmp_path / "no", tasks=["niah_single_1"], lengths=[100])
     with pytest.raises(UserError, match=r"task niah_single_2: its data set baber/paul_graham_essays cannot be fetched"):
@@ -380,6 +382,14 @@ def test_one_file_and_a_limit(hybrid, task_folder, tmp_path):
     assert {name: (task.documents, task.available) for name, task in done.tasks.items()} == {"beasts": (3, 4)}
     assert (done.preset, done.limit, done.tasks["beasts"].version) == ("beasts", 3, "3.0")
     assert {score.name for score in done.scores} == {"beasts acc", "beasts acc_norm"}
+    with pytest.raises(UserError, match=r"file .*beasts.yaml has no task 'key' \(tasks: beasts\)"):
+        evaluate(hybrid, task_folder / "beasts.yaml", tmp_path / "no", tasks=["key"])
+
+
+def test_the_fingerprint_is_that_of_the_stored_weights(hybrid, task_folder, tmp_path):
+    done = evaluate(hybrid, task_folder / "beasts.yaml", tmp_path / "out", limit=1, dtype="bfloat16")
+    assert done.dtype == "bfloat16"
+    assert done.model_fingerprint == fingerprint(load_model(hybrid))
 
 
 def test_groups_of_a_folder_are_averaged_by_lm_eval(hybrid, task_folder, tmp_path):
@@ -482,6 +492,7 @@ def test_nan_logits_are_one_line(tmp_path, tokenizer, task_folder):
         ("FOLDER", {"batch_size": 0}, "batch size must be a number, at least 1, or auto, got 0"),
         ("FOLDER", {"batch_size": "huge"}, "batch size must be a number, at least 1, or auto, got huge"),
         ("FOLDER", {"dtype": "int8"}, "unknown dtype 'int8' (known: float32, bfloat16, float16)"),
+        ("FOLDER", {"tokenizer": "nowhere/at/all"}, "tokenizer nowhere/at/all: no such file or folder"),
         ("FOLDER", {"device": "warp"}, "device 'warp' cannot be used"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,

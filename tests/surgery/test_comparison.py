@@ -1,6 +1,7 @@
 """`compare`: what is measured against direct computations, and what may stand side by side."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -30,7 +31,7 @@ def hybrid(make_checkpoint) -> Path:
 @pytest.fixture
 def quick(monkeypatch):
     """No clocks: the speeds of the first, second, ... model measured."""
-    speeds = iter([Speed(40, 1000.0, 50.0), Speed(40, 800.0, 40.0), Speed(40, 500.0, 45.0)])
+    speeds = itertools.cycle([Speed(40, 1000.0, 50.0), Speed(40, 800.0, 40.0)])
     monkeypatch.setattr(library, "measure_speed", lambda *_: next(speeds))
 
 
@@ -212,9 +213,28 @@ def test_mistakes_are_named(items, options, message, small_checkpoint, hybrid, d
     assert not (tmp_path / "out").exists()
 
 
+def test_the_type_changes_neither_model_nor_text(small_checkpoint, hybrid, text_file, tmp_path, quick, no_figure):
+    one, other = (
+        compare([small_checkpoint, hybrid], tmp_path / kind, data=text_file, dtype=kind, **SIZES)
+        for kind in ("float32", "bfloat16")
+    )
+    assert (one.dtype, other.dtype) == ("float32", "bfloat16")
+    for plain, rounded in zip(one.subjects, other.subjects, strict=True):
+        assert (plain.fingerprint, plain.text) == (rounded.fingerprint, rounded.text)
+        assert plain.loss.nll_sums != rounded.loss.nll_sums
+        assert rounded.state_bytes < plain.state_bytes, "the conv tails are smaller"
+
+
 def test_the_same_model_twice(small_checkpoint, text_file, tmp_path, quick):
     with pytest.raises(UserError, match="has the same weights as"):
         compare([small_checkpoint, small_checkpoint], tmp_path / "out", data=text_file, **SIZES)
+
+
+def test_predictions_that_are_nan(make_checkpoint, small_checkpoint, text_file, tmp_path, quick):
+    broken = make_checkpoint(lambda model: model.backbone.norm_f.weight.fill_(3e38))
+    with pytest.raises(UserError, match=r"logits at position \d+ are NaN or infinite \(sequence 0\)"):
+        compare([small_checkpoint, broken], tmp_path / "out", data=text_file, **SIZES)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_with_both_results(diagnosed, tmp_path):

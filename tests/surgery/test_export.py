@@ -420,6 +420,10 @@ class TestRefusals:
         assert "choose another --output" in outcome.error
         assert (hybrid / "model.safetensors").exists()
 
+    def test_results_that_are_none(self, cli, hybrid, tmp_path):
+        error = cli("export", hybrid, "--output", tmp_path / "out", "--results", tmp_path).error
+        assert error.startswith(f"there are no results at {tmp_path}")
+
     def test_private_without_upload(self, cli, hybrid, tmp_path):
         assert "--push-to-hub" in cli("export", hybrid, "--output", tmp_path / "out", "--private").error
 

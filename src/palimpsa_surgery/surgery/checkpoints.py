@@ -33,6 +33,7 @@ __all__ = [
     "key_table",
     "load_model",
     "load_tokenizer",
+    "load_with_fingerprint",
     "open_source",
     "parameter_count",
     "save_checkpoint",
@@ -193,6 +194,15 @@ def fingerprint(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tuple(value.shape)}\n".encode())
         digest.update(value.numpy())
     return digest.hexdigest()
+
+
+def load_with_fingerprint(
+    source: Source, *, device: torch.device, dtype: torch.dtype
+) -> tuple[PalimpsaMamba2ForCausalLM, str]:
+    """Load a model in any type, with the fingerprint of its weights as they are stored."""
+    model = load_model(source, device=device, dtype=source.dtype)
+    stored = fingerprint(model)
+    return model.to(dtype), stored
 
 
 def save_checkpoint(

@@ -2,21 +2,17 @@
 
 import datetime
 import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.hf_models import PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.surgery.analysis import device_name, resolve_device, to_json
-from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
+from palimpsa_surgery.surgery.checkpoints import Source, load_tokenizer, load_with_fingerprint, open_source
 from palimpsa_surgery.surgery.comparison_plots import comparison_markdown, plot_comparison
 from palimpsa_surgery.surgery.diagnosis import DIAGNOSIS_FILE, Diagnosis
 from palimpsa_surgery.surgery.dtypes import check_dtype, choose_dtype, dtype_name
@@ -31,14 +27,12 @@ from palimpsa_surgery.surgery.position_loss import (
 )
 from palimpsa_surgery.surgery.progress import progress_bar
 from palimpsa_surgery.surgery.results import RESULTS_FILE, Evaluation
+from palimpsa_surgery.surgery.speed import Speed, bytes_of_states, measure_speed
 from palimpsa_surgery.surgery.state_statistics import StateStatistics
 from palimpsa_surgery.surgery.text import check_text_files
 
 VERSION = 1
 COMPARISON_FILE = "comparison.json"
-
-_DECODED = 32  # tokens generated to measure the speed
-_REPEATS = 3  # of each measurement of speed, after one that is not counted
 
 
 @dataclass(frozen=True)
@@ -53,21 +47,6 @@ class Text:
     sequences: int
     length: int
     fingerprint: str
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast a model runs, one sequence at a time.
-
-    Attributes:
-        prompt_tokens: length of the prompt.
-        prefill: tokens of the prompt read in a second, median of three runs.
-        decode: tokens generated in a second after it, one at a time, median of three runs of 32.
-    """
-
-    prompt_tokens: int
-    prefill: float
-    decode: float
 
 
 @dataclass(frozen=True)
@@ -197,14 +176,7 @@ def compare(
     for index, item in enumerate(items):
         result = results[index]
         if result is None:
-            source = sources[index]
-            network = load_model(source, device=where, dtype=choose_dtype(dtype, source.dtype, where))
-            try:
-                part = measure(source.name, network, load_tokenizer(source, tokenizer), texts, max_length, sequences)
-            except torch.OutOfMemoryError:
-                raise UserError(f"{where} has too little memory for {source.name} at {max_length} tokens") from None
-            kind = dtype_name(network.dtype)
-            del network
+            part, kind = measure(sources[index], texts, tokenizer, max_length, sequences, where, dtype)
         else:
             part = _subject(result)
         subjects[part.fingerprint] = _merge(subjects.get(part.fingerprint), part, os.fspath(item))
@@ -316,70 +288,44 @@ def _difference(one: Evaluation, other: Evaluation) -> str | None:
 
 @torch.inference_mode()
 def measure(
-    name: str,
-    model: PalimpsaMamba2ForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
     files: Sequence[Path],
+    tokenizer: str | os.PathLike | None,
     length: int,
     sequences: int,
-) -> Subject:
-    """Measure a model: perplexity by position, speed and bytes of state.
+    device: torch.device,
+    dtype: str | None,
+) -> tuple[Subject, str]:
+    """Measure a model: perplexity by position, speed and bytes of state; and say in which type.
 
     Raises:
-        UserError: the text is too short for one sequence, or a prediction is not finite.
+        UserError: the text is too short for one sequence, a prediction is not finite, or there is too little memory.
     """
-    texts = Sequences(files, tokenizer, length=length, at_most=sequences)
+    texts = Sequences(files, load_tokenizer(source, tokenizer), length=length, at_most=sequences)
     losses = LossByPosition(log_edges(1, length, BINS_PER_OCTAVE))
-    with progress_bar(f"measuring {Path(name).name}", sequences * length) as advance:
-        for ids in texts:
-            try:
-                for nll in run_sequence(model, ids.to(model.device), 2048, StateStatistics(model, [length])):
-                    losses.add(nll)
-                    advance(len(nll))
-            except UserError as error:
-                raise UserError(f"model {name}: {error} (sequence {texts.count - 1})") from None
-            losses.finish_sequence()
-    return Subject(
-        name=name,
-        fingerprint=fingerprint(model),
+    kind = choose_dtype(dtype, source.dtype, device)
+    try:
+        model, stored = load_with_fingerprint(source, device=device, dtype=kind)
+        with progress_bar(f"measuring {Path(source.name).name}", sequences * length) as advance:
+            for ids in texts:
+                try:
+                    for nll in run_sequence(model, ids.to(device), 2048, StateStatistics(model, [length])):
+                        losses.add(nll)
+                        advance(len(nll))
+                except UserError as error:
+                    raise UserError(f"model {source.name}: {error} (sequence {texts.count - 1})") from None
+                losses.finish_sequence()
+        speed = measure_speed(model, length)
+    except torch.OutOfMemoryError:
+        raise UserError(f"{device} has too little memory for {source.name} at {length} tokens") from None
+    subject = Subject(
+        name=source.name,
+        fingerprint=stored,
         parameters=model.num_parameters(),
         palimpsa_layers=tuple(model.config.palimpsa_layers),
         loss=losses.summary(),
         text=Text(texts.count, length, texts.fingerprint),
-        speed=measure_speed(model, length),
+        speed=speed,
         state_bytes=bytes_of_states(model),
     )
-
-
-@torch.inference_mode()
-def bytes_of_states(model: PalimpsaMamba2ForCausalLM) -> int:
-    """Bytes that the model carries from one token of a sequence to the next: recurrent states and conv tails."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    states = model.backbone(ids, return_final_states=True, use_cache=False).final_states
-    return sum(part.numel() * part.element_size() for state in states for part in state)
-
-
-@torch.inference_mode()
-def measure_speed(model: PalimpsaMamba2ForCausalLM, prompt_tokens: int) -> Speed:
-    """Time a prompt and the tokens after it, in a batch of one."""
-    ids = torch.arange(prompt_tokens, device=model.device)[None] % model.config.vocab_size
-    prefill, decode = [], []
-    for _ in range(_REPEATS + 1):
-        start = _now(model.device)
-        output = model(ids, use_cache=True, logits_to_keep=1)
-        prefill.append(_now(model.device) - start)
-        start = _now(model.device)
-        for _ in range(_DECODED):
-            output = model(output.logits.argmax(-1), cache=output.cache, use_cache=True)
-        decode.append(_now(model.device) - start)
-    return Speed(
-        prompt_tokens,
-        prefill=round(prompt_tokens / statistics.median(prefill[1:]), 1),
-        decode=round(_DECODED / statistics.median(decode[1:]), 1),
-    )
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return subject, dtype_name(kind)

@@ -215,11 +215,21 @@ def code_files() -> dict[str, str]:
     return found
 
 
-def _choose_length(asked: int | None, run: dict[str, Any] | None, source: Source) -> tuple[int, str]:
+def stated_length(source: Source) -> int | None:
+    """Longest input that a checkpoint states, in tokens; None if it states none.
+
+    Raises:
+        UserError: what it states is no number of tokens.
+    """
     stated = getattr(source.config, "max_position_embeddings", None)
-    trained = max((stage["sequence_length"] for stage in run["recipe"]["stages"]), default=0) if run else 0
     if stated is not None and not (isinstance(stated, int) and not isinstance(stated, bool) and stated > 0):
         raise UserError(f"{source.name} states max_position_embeddings {stated!r}, which is no number of tokens")
+    return stated
+
+
+def _choose_length(asked: int | None, run: dict[str, Any] | None, source: Source) -> tuple[int, str]:
+    stated = stated_length(source)
+    trained = max((stage["sequence_length"] for stage in run["recipe"]["stages"]), default=0) if run else 0
     if asked is not None:
         return asked, "as asked for"
     if trained and trained >= (stated or 0):

@@ -135,7 +135,8 @@ def _next_token_nll(model: PalimpsaMamba2ForCausalLM, hidden: Tensor, targets: T
     parts = [hidden.new_empty(0, dtype=torch.float32)]
     size = max(1, _LOGITS // model.config.vocab_size)  # the logits of a long piece need not exist at once
     for states, ids in zip(hidden[: len(targets)].split(size), targets.split(size), strict=True):
-        parts.append(F.cross_entropy(model.lm_head(states).float(), ids, reduction="none"))
+        logits = model.lm_head(states.to(model.lm_head.weight.dtype)).float()  # as the model's forward does
+        parts.append(F.cross_entropy(logits, ids, reduction="none"))
     nll = torch.cat(parts)
     bad = (~torch.isfinite(nll)).nonzero()
     if len(bad):

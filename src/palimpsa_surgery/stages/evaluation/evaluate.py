@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,20 +19,21 @@ from transformers import PreTrainedTokenizerBase
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.evaluation.harness import Suite, check_lengths, find_suite, load_tasks, require_lm_eval
-from palimpsa_surgery.stages.evaluation.presets import LONGBENCH2_GROUPS, PRESETS, RULER_MARGIN, file_summary
+from palimpsa_surgery.stages.evaluation.presets import LONGBENCH2_GROUPS, PRESETS, RULER_MARGIN
+from palimpsa_surgery.stages.evaluation.summary import scores_of, task_result
 from palimpsa_surgery.surgery.analysis import device_name, resolve_device
-from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
+from palimpsa_surgery.surgery.checkpoints import load_tokenizer, load_with_fingerprint, open_source
 from palimpsa_surgery.surgery.dtypes import check_dtype, choose_dtype, dtype_name
-from palimpsa_surgery.surgery.export import NATIVE_LENGTH
+from palimpsa_surgery.surgery.export import NATIVE_LENGTH, stated_length
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
-from palimpsa_surgery.surgery.results import Evaluation, Metric, TaskResult
+from palimpsa_surgery.surgery.results import Evaluation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
 
-    from palimpsa_surgery.stages.evaluation.language_model import CountingLM, Lengths
+    from palimpsa_surgery.stages.evaluation.language_model import CountingLM
 
 _BOOTSTRAP = 1000  # resamples for the standard error of perplexities; lm-eval's own 100,000 take minutes
 
@@ -95,7 +97,7 @@ def evaluate(
         where = accelerator.device if accelerator else resolve_device(device)
         source = open_source(model)
         words = load_tokenizer(source, tokenizer)
-        stated = getattr(source.config, "max_position_embeddings", None) or NATIVE_LENGTH
+        stated = stated_length(source) or NATIVE_LENGTH
         asked = {"--max-length": max_length or 0, "--lengths": max(lengths, default=0)}
         _check_length(source.name, stated, asked, allow_longer)
 
@@ -106,7 +108,7 @@ def evaluate(
             ruler = max(lengths) + RULER_MARGIN if lengths else 0
             max_length = max(stated, ruler, *made_for.values())
         kind = choose_dtype(dtype, source.dtype, where)
-        network = load_model(source, device=where, dtype=kind)
+        network, stored = load_with_fingerprint(source, device=where, dtype=kind)
         start = time.perf_counter()
         lm = _language_model(network, words, max_length, batch_size, accelerator)
         found = _run(lm, source.name, suite, loaded, limit, lengths)
@@ -115,11 +117,11 @@ def evaluate(
         return None
     done = Evaluation(
         model=source.name,
-        model_fingerprint=fingerprint(network),
+        model_fingerprint=stored,
         parameters=network.num_parameters(),
         palimpsa_layers=tuple(network.config.palimpsa_layers),
         preset=suite.name,
-        lm_eval=_lm_eval_version(),
+        lm_eval=version("lm_eval"),
         palimpsa_surgery=__version__,
         date=datetime.date.today().isoformat(),
         device=device_name(where),
@@ -131,8 +133,8 @@ def evaluate(
         lengths=lengths or None,
         max_length=max_length,
         stated_length=stated,
-        scores=tuple(_scores(suite, found, lengths)),
-        tasks={name: _task_result(name, found, counted) for name in found["results"]},
+        scores=tuple(scores_of(suite, found, lengths)),
+        tasks={name: task_result(name, found, counted) for name in found["results"]},
         notes=tuple(_notes(suite, loaded)),
     )
     with fresh_directory(output, overwrite=overwrite) as directory:
@@ -175,11 +177,12 @@ def _accelerator(device: str | None) -> "Accelerator | None":
     """The process group, if this process is one of several."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return None
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
 
     if device not in (None, "cpu"):
         raise UserError(f"several processes take a device each: leave out --device {device}")
-    return Accelerator(cpu=device == "cpu" or not torch.cuda.is_available())
+    patience = InitProcessGroupKwargs(timeout=datetime.timedelta(weeks=1))  # some documents take longer than others
+    return Accelerator(cpu=device == "cpu" or not torch.cuda.is_available(), kwargs_handlers=[patience])
 
 
 @contextlib.contextmanager
@@ -292,6 +295,8 @@ def _run(
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=suite.preset is not None and suite.preset.samples,
             )
+    except OverflowError:
+        raise UserError(f"model {name} finds a text so unlikely that its perplexity is no number") from None
     except torch.OutOfMemoryError:
         raise UserError(
             f"{lm.device} has too little memory for batches of {lm.batch_size} and up to {lm.max_length:,} tokens"
@@ -304,60 +309,3 @@ def _first_of_each_length(task: "Task", limit: int) -> list[int]:
     for number, length in enumerate(task.eval_docs["max_length"]):
         taken.setdefault(length, []).append(number)
     return [number for numbers in taken.values() for number in numbers[:limit]]
-
-
-def _scores(suite: Suite, found: Mapping[str, Any], lengths: Sequence[int]) -> list:
-    if suite.preset is None:
-        scores = file_summary(found["results"], found["higher_is_better"])
-    else:
-        scores = suite.preset.summary(found["results"], found.get("samples", {}), lengths)
-    if not scores:
-        raise UserError(f"{suite.name} gave no number")
-    return scores
-
-
-def _task_result(name: str, found: Mapping[str, Any], counted: "Mapping[str, Lengths]") -> TaskResult:
-    """One task or group of lm-eval's results, with what we counted."""
-    numbers, config = found["results"][name], found["configs"].get(name, {})
-    members = [task for task in _members(name, found) if task in counted]
-    metrics, better = {}, found["higher_is_better"].get(name) or {}
-    for key, value in numbers.items():
-        metric, comma, kept = key.partition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
-            continue
-        stderr = numbers.get(f"{metric}_stderr,{kept}")
-        metrics[metric if kept == "none" else key] = Metric(
-            value=_finite(value), stderr=_finite(stderr), higher_is_better=better.get(metric)
-        )
-    sizes = [found["n-samples"][task] for task in _members(name, found) if task in found["n-samples"]]
-    return TaskResult(
-        version=str(found["versions"].get(name)),
-        num_fewshot=_whole(found["n-shot"].get(name)),
-        dataset=config.get("dataset_path") or None,
-        documents=sum(size["effective"] for size in sizes),
-        available=sum(size["original"] for size in sizes),
-        truncated=sum(len(counted[task].truncated) for task in members),
-        split=sum(len(counted[task].split) for task in members),
-        longest=max((counted[task].longest for task in members), default=0),
-        metrics=metrics,
-    )
-
-
-def _members(name: str, found: Mapping[str, Any]) -> list[str]:
-    """The tasks of a group, or the task itself."""
-    children = found["group_subtasks"].get(name)
-    return [task for child in children for task in _members(child, found)] if children else [name]
-
-
-def _finite(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and np.isfinite(value) else None
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def _lm_eval_version() -> str:
-    from importlib.metadata import version
-
-    return version("lm_eval")

@@ -32,12 +32,14 @@ class Suite:
         preset: None for a file or folder.
         tasks: names of tasks and groups, in order.
         folders: where their YAML files are.
+        file: that of a single task, which is read without its folder.
     """
 
     name: str
     preset: Preset | None
     tasks: tuple[str, ...]
     folders: tuple[Path, ...]
+    file: Path | None = None
 
 
 def require_lm_eval(packages: Sequence[str] = ()) -> None:
@@ -83,7 +85,9 @@ def find_suite(preset: str, only: Sequence[str] | None = None) -> Suite:
             raise UserError(f"folder {preset} holds no task of lm-eval (a .yaml file that names its `task`)")
         return Suite(path.resolve().name, None, _choose(names, only, f"folder {preset}"), (path,))
     if path.is_file():
-        return Suite(path.stem, None, _choose([_task_name(path)], only, f"file {preset}"), (path.parent,))
+        name, group = _task_name(path)
+        chosen = _choose([name], only, f"file {preset}")
+        return Suite(path.stem, None, chosen, (path.parent,) if group else (), None if group else path)
     close = difflib.get_close_matches(preset, PRESETS, n=1)
     hint = f"did you mean {close[0]}?" if close else f"presets: {', '.join(PRESETS)}"
     raise UserError(f"{preset!r} is no preset and no task file or folder ({hint})")
@@ -107,24 +111,31 @@ def _top_level(manager: "TaskManager") -> list[str]:
     index = manager.task_index
     held: set[str] = set()
     for group in manager.all_groups:
-        for child in index[group].cfg["task"]:
+        children = index[group].cfg.get("task") or []
+        for child in [children] if isinstance(children, str) else children:
             name = child if isinstance(child, str) else child.get("task")
             held |= index[name].tags if name in manager.all_tags else {name}
     return [name for name in [*manager.all_groups, *manager.all_subtasks] if name not in held]
 
 
-def _task_name(file: Path) -> str:
-    """Name of the task or group in a YAML file of lm-eval's."""
+def _task_name(file: Path) -> tuple[str, bool]:
+    """Name of the task or group in a YAML file of lm-eval's, and whether it is a group."""
+    content = _read_yaml(file)
+    group = "group" in content
+    name = content.get("group" if group else "task")
+    if not isinstance(name, str):
+        raise UserError(f"task file {file} names no `task` or `group` of lm-eval")
+    return name, group
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    """Content of a YAML file of lm-eval's, with what it includes, and its functions as strings."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     try:
-        content = load_yaml(file, resolve_func=False)
+        return load_yaml(file, resolve_func=False)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"task file {file} cannot be read: {one_line(error)}") from None
-    name = (content.get("task") or content.get("group")) if isinstance(content, Mapping) else None
-    if not isinstance(name, str) and not (isinstance(name, list) and isinstance(content.get("group"), str)):
-        raise UserError(f"task file {file} names no `task` or `group` of lm-eval")
-    return name if isinstance(name, str) else content["group"]
 
 
 def check_lengths(suite: Suite, lengths: Sequence[int]) -> None:
@@ -162,12 +173,12 @@ def load_tasks(suite: Suite, metadata: Mapping[str, Any]) -> "list[Task | Group]
     loaded: list[Task | Group] = []
     for name in suite.tasks:
         try:
-            parts = manager.load([name])
+            parts = manager.load([str(suite.file) if suite.file else name])
         except UserError:
             raise
         except Exception as error:  # of data sets, their hosts, generators, and functions of a task's own
-            config = manager.task_index[name].cfg if name in manager.task_index else {}
-            raise UserError(f"task {name}: {_load_problem(error, config or {})}") from None
+            config = _read_yaml(suite.file) if suite.file else manager.task_index[name].cfg
+            raise UserError(f"task {name}: {_load_problem(error, config)}") from None
         loaded += [parts["groups"][name]] if name in parts.get("groups", {}) else parts["tasks"].values()
     return loaded
 

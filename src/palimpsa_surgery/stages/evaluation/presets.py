@@ -1,5 +1,6 @@
 """What the presets run, and how their summaries follow from lm-eval's numbers (paper Tables 2, 3 and 6)."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,8 @@ def commonsense_summary(results: Results, _samples: object, _lengths: object) ->
         if column.task not in results:
             continue
         value = results[column.task][f"{column.metric},none"]
+        if not _finite(value):
+            continue
         percent = column.averaged
         scores.append(
             Score(
@@ -182,6 +185,10 @@ PRESETS = {
 }
 
 
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def file_summary(results: Results, higher_is_better: Mapping[str, Mapping[str, bool | None]]) -> list[Score]:
     """Every metric of every task of a file or folder, as lm-eval computed it."""
     scores = []
@@ -189,7 +196,7 @@ def file_summary(results: Results, higher_is_better: Mapping[str, Mapping[str, b
         filters = {key.partition(",")[2] for key in numbers if "," in key}
         for key, value in numbers.items():
             metric, comma, kept = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            if not comma or metric.endswith("_stderr") or not _finite(value):
                 continue
             name = f"{task} {metric}" + (f" ({kept})" if len(filters) > 1 else "")
             better = higher_is_better.get(task, {}).get(metric)
