@@ -78,6 +78,17 @@ def agreed(work: Callable[[], T]) -> T:
     return result if world_size() == 1 else json.loads(tell(json.dumps(result)))
 
 
+def meet() -> None:
+    """Wait until all ranks have come here, however long the others take."""
+    if world_size() == 1:
+        return
+    key = f"meet-{_next_turn()}"
+    arrived = _store().add(key, 1)
+    while arrived < world_size():
+        time.sleep(_PAUSE)
+        arrived = _store().add(key, 0)
+
+
 def tell(value: str | None) -> str:
     """Give rank 0's text to all ranks; the others pass None."""
     if world_size() == 1:

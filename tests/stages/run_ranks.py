@@ -2,7 +2,8 @@
 
 `python run_ranks.py launches.json`: a list of {"ranks": 2, "arguments": ["train", ...], "log": FILE} with, if wanted,
 "kill_at" (rank 0 is killed by signal 9 while it writes the checkpoint of this step), "fail_at" (rank 1 alone meets a
-user's error in this step) and "fsdp". Prints the exit codes of all as JSON.
+user's error in this step), "slow_at" (rank 1 is late to write its part of this checkpoint) and "fsdp". Prints the
+exit codes of all as JSON.
 
 The ranks are forks of one process, so that the libraries are imported once. There is no agent of torchrun: rank 0
 keeps the store.
@@ -13,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -45,6 +47,17 @@ def fail_at(step: int) -> None:
     StageTrainer.training_step = failing
 
 
+def slow_at(step: int) -> None:
+    save = StageTrainer._save_rng_state
+
+    def slow(self, folder):
+        if self.state.global_step == step and os.environ["RANK"] == "1":
+            time.sleep(1)
+        save(self, folder)
+
+    StageTrainer._save_rng_state = slow
+
+
 def engage_fsdp() -> None:
     """Let accelerate's FSDP engage on the CPU, where by itself it makes DDP; all else is the libraries' own."""
     initialise = AcceleratorState.__init__
@@ -66,7 +79,7 @@ def be_rank(rank: int, launch: dict, port: int) -> None:
     log = os.open(launch["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    for change in (kill_at, fail_at):
+    for change in (kill_at, fail_at, slow_at):
         if change.__name__ in launch:
             change(launch[change.__name__])
     if launch.get("fsdp"):

@@ -64,7 +64,7 @@ def launches(tmp_path_factory, checkpoint, recipe) -> dict[str, SimpleNamespace]
 
     first = [
         launch("one", 1),
-        launch("two", 2),
+        launch("two", 2, slow_at=4),
         launch("four", 4),
         launch("killed", 2, "interrupted", kill_at=4),
         launch("sharded-killed", 2, "sharded", kill_at=4, fsdp=True),

@@ -138,7 +138,7 @@ def check_shared_folder(file: Path) -> None:
                 "--output must lie on a file system that all nodes share"
             )
         time.sleep(0.1)
-    ranks.first(lambda: None)  # nobody goes on, or fails later, before all have looked
+    ranks.meet()  # nobody goes on, to write or to fail, before all have looked
 
 
 def sum_over_ranks(*values: float, device: "torch.device") -> list[float]:

@@ -75,6 +75,7 @@ class Snapshots:
         ranks.first(lambda: _empty(self.staging))
         try:
             yield
+            ranks.meet()  # all have written
             ranks.first(lambda: self._place(step, sharded))
         except Exception as error:
             if (reason := write_failure(error)) is None:
