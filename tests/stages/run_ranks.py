@@ -2,15 +2,17 @@
 
 `python run_ranks.py launches.json`: a list of {"ranks": 2, "arguments": ["train", ...], "log": FILE} with, if wanted,
 "kill_at" (rank 0 is killed by signal 9 while it writes the checkpoint of this step), "fail_at" (rank 1 alone meets a
-user's error in this step), "slow_at" (rank 1 is late to write its part of this checkpoint) and "fsdp". Prints the
-exit codes of all as JSON.
+user's error in this step), "slow_at" (rank 1 is late to write its part of this checkpoint), "fsdp", and "copy_to"
+(where the run's folder is copied afterwards). Prints the exit codes of all as JSON.
 
 The ranks are forks of one process, so that the libraries are imported once. There is no agent of torchrun: rank 0
 keeps the store.
 """
 
+import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -103,9 +105,13 @@ def run(launch: dict) -> list[int]:
             finally:
                 os._exit(99)
         children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if "copy_to" in launch:
+        shutil.copytree(launch["arguments"][5], launch["copy_to"])
+    return codes
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported is no garbage: the forks need not look through it each time they collect
     with open(sys.argv[1]) as file:
         print(json.dumps([run(launch) for launch in json.load(file)]))

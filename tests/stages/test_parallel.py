@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -62,31 +61,26 @@ def launches(tmp_path_factory, checkpoint, recipe) -> dict[str, SimpleNamespace]
             arguments += ["--stage", "text"]
         return {"name": name, "ranks": ranks, "arguments": arguments, "log": str(folder / f"{name}.log"), **options}
 
-    first = [
+    plan = [
         launch("one", 1),
         launch("two", 2, slow_at=4),
         launch("four", 4),
-        launch("killed", 2, "interrupted", kill_at=4),
+        launch("killed", 2, "interrupted", kill_at=4, copy_to=str(folder / "copy")),
+        launch("resumed", 2, "interrupted"),
+        launch("resumed-by-one", 1, "copy"),
         launch("sharded-killed", 2, "sharded", kill_at=4, fsdp=True),
+        launch("sharded-by-one", 1, "sharded"),
+        launch("sharded", 2, "sharded", fsdp=True),
         launch("uneven", 3, "uneven"),
         launch("failing", 2, "failing", fail_at=2),
     ]
-    then = [
-        launch("resumed", 2, "interrupted"),
-        launch("resumed-by-one", 1, "copy"),
-        launch("sharded-by-one", 1, "sharded"),
-        launch("sharded", 2, "sharded", fsdp=True),
-    ]
+    (folder / "launches.json").write_text(json.dumps(plan))
+    command = [sys.executable, RUNNER, folder / "launches.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     found = {}
-    for group in (first, then):
-        plan = folder / "launches.json"
-        plan.write_text(json.dumps(group))
-        done = subprocess.run([sys.executable, RUNNER, plan], capture_output=True, text=True, timeout=300, check=True)
-        for entry, codes in zip(group, json.loads(done.stdout), strict=True):
-            run = Path(entry["arguments"][5])
-            found[entry["name"]] = SimpleNamespace(codes=codes, run=run, log=Path(entry["log"]).read_text())
-        if group is first:
-            shutil.copytree(folder / "interrupted", folder / "copy")
+    for entry, codes in zip(plan, json.loads(done.stdout), strict=True):
+        run = Path(entry["arguments"][5])
+        found[entry["name"]] = SimpleNamespace(codes=codes, run=run, log=Path(entry["log"]).read_text())
     return found
 
 
@@ -227,10 +221,12 @@ def test_what_accelerate_made_is_checked(monkeypatch, kind, processes, environme
         check_honoured(made)
 
 
-def test_torchrun_itself(checkpoint, recipe, tmp_path):
-    """The launcher that people use, with its agent's store: both ranks plan, one prints."""
+def test_torchrun_itself(tmp_path):
+    """The launcher that people use, with its agent's store, which outlives every rank."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = ["-m", "palimpsa_surgery", "train", checkpoint, "--recipe", recipe, "--output", tmp_path / "run"]
-    done = subprocess.run([*launcher, *command, "--dry-run"], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.count("Dry run: nothing was written.") == 1
+    command = ["-m", "palimpsa_surgery", "train", "hybrid", "--recipe", "no-such", "--output", tmp_path / "run"]
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, "the launcher's own"
+    assert len(re.findall(r"^error: recipe 'no-such' is neither a file nor one of", done.stderr, re.M)) == 1
+    assert len(re.findall(r"exitcode +: (?:2|-15) ", done.stderr)) == 2
     assert not (tmp_path / "run").exists()
