@@ -12,7 +12,7 @@ from scan_cases import Data, Gradients
 SUB_CHUNK = 16
 
 
-def emulate(data: Data, variance: bool, dtype: torch.dtype | None) -> Gradients:
+def emulate(data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool = False) -> Gradients:
     """The scan and its gradients in float64, but for the operands of matrix products and the results.
 
     The operands are rounded where tensor cores would take them (decay ∘ (dt x), decay ∘ beta, B², the direct adjoints
@@ -20,6 +20,8 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None) -> Gradients:
 
     Args:
         dtype: type to round to; None rounds nothing, so that the result is the recurrence's own.
+        tuned: round what the Hopper kernels round, which leave more to the tensor cores: both factors of decay ∘ (dt x)
+            and decay ∘ beta, the state at a sub-chunk's start and its decay, and decay ∘ Q before it is summed.
 
     Returns:
         The entries of `scan_cases.differentiate`, in float64.
@@ -30,6 +32,9 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None) -> Gradients:
 
     def r(v: Tensor) -> Tensor:
         return v if dtype is None else v.to(dtype).double()
+
+    def r_tuned(v: Tensor) -> Tensor:
+        return r(v) if tuned else v
 
     def by_head(v: Tensor) -> Tensor:  # [b, t, h, ...] to [b, h, t, ...]
         return v.double().transpose(1, 2)
@@ -55,8 +60,11 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None) -> Gradients:
         return decay_within(log_alpha[..., now], here), decay_from_start(log_alpha[..., now], here, before)
 
     def states(written: Tensor, key: Tensor, D: Tensor, start: Tensor, state: Tensor) -> Tensor:  # [b, h, t, p, n]
-        fed = r(D[..., None, :] * written.transpose(-1, -2)[:, :, None]) @ r(key)[:, :, None]
-        return fed + start[..., None, None] * state[:, :, None]
+        fed = weights(written, D).transpose(-1, -2) @ r(key)[:, :, None]
+        return fed + r_tuned(start)[..., None, None] * r_tuned(state)[:, :, None]
+
+    def weights(written: Tensor, D: Tensor) -> Tensor:  # [b, h, t, s, p]
+        return r(r_tuned(D)[..., None] * r_tuned(written)[:, :, None])
 
     y, var, starts = torch.empty_like(x), torch.empty_like(x), []
     for now in spans:
@@ -66,7 +74,11 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None) -> Gradients:
         all_I = states(beta[:, :, now], squares[:, :, now], D, start, Ibar)
         y[:, :, now] = torch.einsum("bhtpn,bhtn->bhtp", all_M / (prior + all_I), C[:, :, now])
         var[:, :, now] = torch.einsum("bhtpn,bhtn->bhtp", 1 / (prior + all_I), C[:, :, now].square())
-        M, Ibar = all_M[:, :, -1], all_I[:, :, -1]
+        M, Ibar = (
+            (r(D[..., -1, :, None] * written[:, :, now]).transpose(-1, -2) @ r(key[:, :, now]))
+            + start[..., -1, None, None] * state
+            for written, key, state in ((value, B, M), (beta, squares, Ibar))
+        )
     final_state = torch.stack((M, Ibar), 2)
 
     dvalue, dbeta, dB, dC = (torch.empty_like(v) for v in (value, beta, B, C))
@@ -82,7 +94,7 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None) -> Gradients:
         Z_I = -Z * mean - dvar[:, :, now, :, None] * (query[..., None, :] * inverse).square()
         dC[:, :, now] = torch.einsum("bhtp,bhtpn->bhtn", dy[:, :, now], mean)
         dC[:, :, now] += 2 * query * torch.einsum("bhtp,bhtpn->bhtn", dvar[:, :, now], inverse)
-        dprior += Z_I.sum((0, 2, 3, 4))
+        dprior += r_tuned(Z_I).sum((0, 2, 3, 4))
         # Sums over the spans of one state; then [b, h, s, t] spans, [b, h, t] from the start, [b, h, s] to the end.
         dwritten, dkey = [], []
         for i, (direct, written, key) in enumerate(((Z, value, B), (Z_I, beta, squares))):
@@ -90,16 +102,21 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None) -> Gradients:
             Q = torch.einsum("bhsn,bhtpn->bhpst", r(key), rounded) * D.transpose(-1, -2)[:, :, None]
             late = end[..., None] * (r(key) @ r(E[i]).transpose(-1, -2))  # [b, h, s, p]
             within = torch.einsum("bhpst,bhsp->bhst", Q, written)
-            begun = start * torch.einsum("bhtpn,bhpn->bht", direct, state[i])
-            whole = start[..., -1] * (E[i] * state[i]).sum((-1, -2))
+            begun = start * torch.einsum("bhtpn,bhpn->bht", r_tuned(direct), r_tuned(state[i]))
+            whole = start[..., -1] * (r_tuned(E[i]) * r_tuned(state[i])).sum((-1, -2))
             dlog[..., now] += within.flip(-1).cumsum(-1).flip(-1).triu(1).sum(-2)
             dlog[..., now] += begun.flip(-1).cumsum(-1).flip(-1) + whole[..., None]
             lost = (late * written).sum(-1)
             dlog[..., now] += lost.cumsum(-1) - lost
-            total = torch.einsum("bhtpn,bhts->bhspn", rounded, r(D)) + end[..., None, None] * E[i][:, :, None]
-            dwritten.append(Q.sum(-1).transpose(-1, -2) + late)
-            dkey.append(torch.einsum("bhsp,bhspn->bhsn", written, total))
-            E[i] = start[..., 0, None, None] * total[:, :, 0]
+            if tuned:
+                dkey.append(torch.einsum("bhtpn,bhtsp->bhsn", rounded, weights(written, D)))
+                dkey[-1] += r(end[..., None] * written) @ r(E[i])
+                E[i] = start[..., -1, None, None] * E[i] + torch.einsum("bhtpn,bht->bhpn", rounded, r(start))
+            else:
+                total = torch.einsum("bhtpn,bhts->bhspn", rounded, r(D)) + end[..., None, None] * E[i][:, :, None]
+                dkey.append(torch.einsum("bhsp,bhspn->bhsn", written, total))
+                E[i] = start[..., 0, None, None] * total[:, :, 0]
+            dwritten.append(r_tuned(Q).sum(-1).transpose(-1, -2) + late)
         dvalue[:, :, now], dbeta[:, :, now] = dwritten
         dB[:, :, now] = dkey[0] + 2 * B[:, :, now] * dkey[1]
 

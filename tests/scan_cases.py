@@ -49,14 +49,14 @@ class Data:
 
 
 def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
-    """Random arguments; x, B and C are slices of one tensor, as in the model."""
-    generator = torch.Generator(device).manual_seed(seed)
+    """Random arguments, the same on every device; x, B and C are slices of one tensor, as in the model."""
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
+        return torch.randn(*shape, generator=generator).to(device)
 
     def uniform(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=generator, device=device)
+        return torch.rand(*shape, generator=generator).to(device)
 
     b, t, h, p, n, g = case.batch, case.time, case.heads, case.head_dim, case.state_size, case.groups
     conv = normal(b, t, h * p + 2 * g * n)

@@ -17,18 +17,20 @@ from scan_cases import Case, differentiate, make
     ],
     ids=str,
 )
-def test_without_rounding_it_is_the_recurrence(case):
+@pytest.mark.parametrize("tuned", [False, True])
+def test_without_rounding_it_is_the_recurrence(case, tuned):
     data = make(case)
     expected = differentiate(palimpsa_scan_reference, data, case.variance, torch.float64)
-    actual = emulate(data, case.variance, None)
+    actual = emulate(data, case.variance, None, tuned)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert_close(actual[name], value, 1e-14, name)
 
 
-def test_rounding_costs_what_bfloat16_costs():
+@pytest.mark.parametrize("tuned", [False, True])
+def test_rounding_costs_what_bfloat16_costs(tuned):
     data = make(Case(1, 40, 4, 16, 32, 1, torch.bfloat16, initial=True))
     expected = differentiate(palimpsa_scan_reference, data, False, torch.float64)
-    actual = emulate(data, False, torch.bfloat16)
+    actual = emulate(data, False, torch.bfloat16, tuned)
     for name in ("y", "final_state", "dx", "dB", "dC", "dbeta"):
         assert 5e-4 < relative_error(actual[name], expected[name]) < 5e-3, name
