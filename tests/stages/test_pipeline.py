@@ -1,5 +1,7 @@
 """Runs: what they leave behind, how they resume, and when they refuse to."""
 
+import copy
+import dataclasses
 import io
 import json
 import shutil
@@ -303,6 +305,15 @@ def test_dry_run_loads_and_writes_nothing(checkpoint, small_recipe, small_model,
 
 def test_results_fit_80_columns(finished):
     assert "second" in printed(finished)
+
+
+def test_what_was_left_out_is_said_at_the_end(finished):
+    assert "left out" not in printed(finished)
+    record = copy.deepcopy(finished.record)
+    record["stages"][1]["data"]["sources"][0] |= {"too_long": 1234, "unanswered": 5}
+    text = " ".join(printed(dataclasses.replace(finished, record=record)).split())
+    assert "stage second: 1,234 examples too long for a sequence of verses.jsonl were left out" in text
+    assert "stage second: 5 rows without a prompt or an answer of verses.jsonl were left out" in text
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import yaml
 
 from palimpsa_surgery.errors import Unavailable, UserError
 from palimpsa_surgery.stages import pipeline
-from palimpsa_surgery.stages.data import IGNORED, Sequences, check_data, packing, preparation, prepare
+from palimpsa_surgery.stages.data import IGNORED, Sequences, check_data, packing, preparation, prepare, sources
 from palimpsa_surgery.stages.data.mixture import next_source
 from palimpsa_surgery.stages.data.preparation import data_bytes, token_type
 from palimpsa_surgery.stages.recipe import load_recipe
@@ -98,8 +100,8 @@ def test_a_mixture_on_disk(recipe, tokenizer, tmp_path):
         if kind != "keys":
             assert f"{ {'a': 'b', 'b': 'a'}[kind] } document" not in text, "a sequence is of one source"
     assert seen == {"a": 24, "b": 14, "keys": 10}
-    size = sum((tmp_path / "data" / name).stat().st_size for name in ("tokens.bin", "learn.bin"))
-    assert size == data_bytes(stage, 5120, 1000, len(tokenizer)) == 48 * (2 * 128 + 16)
+    size = sum((tmp_path / "data" / name).stat().st_size for name in ("tokens.bin", "learn.bin", "source.bin"))
+    assert size == data_bytes(stage, 5120, 1000, len(tokenizer)) == 48 * (2 * 128 + 16 + 1)
 
 
 def test_text_goes_on_in_the_next_sequence_of_its_source(recipe, tokenizer, tmp_path):
@@ -243,6 +245,29 @@ def test_full_disk_is_one_line_and_nothing_is_lost(recipe, tokenizer, tmp_path, 
             prepare(stage, tokenizer, tmp_path / "data")
     assert not (tmp_path / "data").exists()
     prepare(stage, tokenizer, tmp_path / "data")
+
+
+def test_too_little_room_is_said_before_anything_is_written(recipe, tokenizer, tmp_path, monkeypatch):
+    stage = stage_of(recipe(mixture()))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(Unavailable, match=r"data\.unfinished needs 0\.00 GiB of disk, 0\.00 are free; make room"):
+        prepare(stage, tokenizer, tmp_path / "data")
+    assert not list(tmp_path.glob("data*/tokens.bin"))
+
+
+def test_tokenising_uses_all_cores_and_leaves_the_environment_alone(recipe, tokenizer, tmp_path, monkeypatch):
+    seen = []
+    encode = sources.TextRows.encode
+
+    def watched(self, units):
+        seen.append(os.environ["TOKENIZERS_PARALLELISM"])
+        return encode(self, units)
+
+    monkeypatch.setattr(sources.TextRows, "encode", watched)
+    before = os.environ["TOKENIZERS_PARALLELISM"]
+    prepare(stage_of(recipe(mixture())), tokenizer, tmp_path / "data")
+    assert set(seen) == {"true"}
+    assert os.environ["TOKENIZERS_PARALLELISM"] == before
 
 
 KILLED = """

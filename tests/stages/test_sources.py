@@ -1,5 +1,6 @@
 """Sources: local files and Hub sets, filters, groups, nested columns, synthetic tasks, and what is refused."""
 
+import gzip
 import json
 from itertools import chain
 
@@ -7,6 +8,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from helpers import http_error
@@ -141,6 +143,16 @@ def test_empty_set(source, files, kind):
     hub = {"dataset": "json", "data_files": [str(files / "part0.jsonl")]}
     with pytest.raises(UserError, match="there is no row in it"):
         source(kind, **({"hub": hub} if kind == "hub" else {}))
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_files_of_a_hub_set(source, files, suffix):
+    """As StackV2-edu's and SlimPajama's are."""
+    text = (files / "part0.jsonl").read_bytes()
+    path = files / f"part0.jsonl.{suffix}"
+    path.write_bytes(gzip.compress(text) if suffix == "gz" else zstandard.compress(text))
+    opened = source("hub", hub={"dataset": "json", "data_files": [str(path)]}, filter={"meta.language": "C++"})
+    assert texts(opened) == ["row 1", "row 3"]
 
 
 @pytest.mark.parametrize(

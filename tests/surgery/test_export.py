@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2ForCausalLM
 import palimpsa_surgery.hf_models
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.pipeline import train
-from palimpsa_surgery.surgery import upload
+from palimpsa_surgery.surgery import card, upload
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, open_source
 from palimpsa_surgery.surgery.export import AUTO_MAP, Export, code_files, export, without_paths
 from palimpsa_surgery.surgery.replacement import replace
@@ -337,6 +337,31 @@ def test_only_paths_are_cut_from_what_is_published():
     assert without_paths([record]) == [
         {"base": "model", "files": ["text.txt", "asset:kjv.txt"], "template": "/no_think {prompt}"}
     ]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"kind": "text", "files": ["/a/b.txt", "c.txt"], "hub": None}, "text: `b.txt`, `c.txt`"),
+        (
+            {"kind": "instruction", "files": None, "hub": {"dataset": "me/set"}, "filter": {"meta.set": "a"}},
+            "instruction: [`me/set`](https://huggingface.co/datasets/me/set) (meta.set a)",
+        ),
+        (
+            {
+                "kind": "mixture",
+                "sources": [
+                    {"kind": "text", "share": 0.75, "files": ["/a/b.txt"], "hub": None, "filter": {}},
+                    {"kind": "synthetic", "share": 0.25, "task": "passkey"},
+                ],
+            },
+            "mixture: 75.0% `b.txt`, 25.0% synthetic `passkey`",
+        ),
+    ],
+    ids=["files", "hub", "mixture"],
+)
+def test_card_names_the_data(data, expected):
+    assert card._data_names(data) == expected
 
 
 def test_a_tokenizer_can_be_given(hybrid, tiny_checkpoint, tmp_path):

@@ -207,7 +207,25 @@ def _training(run: dict[str, Any] | None, untrained: bool) -> str:
 
 
 def _data_names(data: dict[str, Any]) -> str:
-    return f"{data['kind']}: " + ", ".join(f"`{PurePath(file).name}`" for file in data["files"])
+    sources = data.get("sources", [data])
+    return f"{data['kind']}: " + ", ".join(_share(source) + _source_name(source) for source in sources)
+
+
+def _share(source: dict[str, Any]) -> str:
+    return f"{source['share']:.1%} " if "share" in source else ""
+
+
+def _source_name(source: dict[str, Any]) -> str:
+    """Where a source comes from, with what was kept of it."""
+    if hub := source.get("hub"):
+        name = f"`{hub['dataset']}`"
+        name = f"[{name}](https://huggingface.co/datasets/{hub['dataset']})" if "/" in hub["dataset"] else name
+    elif "task" in source:
+        return f"synthetic `{source['task']}`"
+    else:
+        name = ", ".join(f"`{PurePath(file).name}`" for file in source["files"])
+    kept = ", ".join(f"{column} {value}" for column, value in source.get("filter", {}).items())
+    return f"{name} ({kept})" if kept else name
 
 
 def _evaluation(run: dict[str, Any] | None, evaluations: Sequence[Evaluation]) -> str:

@@ -41,7 +41,7 @@ AUTO_MAP = {
 NATIVE_LENGTH = 2048
 """Tokens that the published Mamba2 models were trained on at once (their README), the last resort."""
 
-_PATH_FIELDS = ("base", "base_model", "files")
+_PATH_FIELDS = ("base", "base_model", "files", "data_files")
 """Fields of `run.json`, `surgery.json` and recipes that may hold a path."""
 
 # An import of a module of this package, which is always relative and names one module.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_UNITS, BATCH_CHARACTERS = 256, 1 << 20
-"""How much is tokenised at once, by all cores that the tokenizer may use (TOKENIZERS_PARALLELISM)."""
+"""How much is tokenised at once."""
 
 
 class SequenceStream:

@@ -69,7 +69,8 @@ def data_bytes(stage: Stage, tokens: int, scored: int, vocabulary: int) -> int:
     _, sequences = wanted_sequences(stage, tokens, scored)
     masked = any(source.kind != "text" for _, source in sources_of(stage.data))
     per_sequence = stage.sequence_length * token_type(vocabulary).itemsize
-    return sequences * (per_sequence + masked * math.ceil(stage.sequence_length / 8))
+    per_sequence += masked * math.ceil(stage.sequence_length / 8) + (stage.data.kind == "mixture")
+    return sequences * per_sequence
 
 
 def check_data(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> None:
@@ -128,7 +129,7 @@ def prepare(
         work.mkdir(parents=True)
     writer = _Writer(stage, tokenizer, work, tokens=tokens or stage.tokens, scored=scored, seed=seed, place=place)
     try:
-        with _room(work):
+        with _room(work), _all_cores():
             counts = writer.write(key, state)
             (work / _STATE).unlink(missing_ok=True)
     except Unavailable:
@@ -155,6 +156,7 @@ class _Writer:
         place: str,
     ) -> None:
         self.stage, self.tokenizer, self.work, self.seed = stage, tokenizer, work, seed
+        self.tokens, self.scored = tokens, scored
         self.length = stage.sequence_length
         self.held_out, self.wanted = wanted_sequences(stage, tokens, scored)
         self.border = held_out_tokens(stage, tokens, scored)
@@ -170,6 +172,7 @@ class _Writer:
         masked = any(stream.source.masked for stream in streams)
         done = sum(stream.sequences for stream in streams)
         saved = done
+        self._check_room(done)
         with (
             _opened(self.work / "tokens.bin", done * self.length * self.type.itemsize) as tokens_out,
             _opened(self.work / "learn.bin", done * math.ceil(self.length / 8)) as learn_out,
@@ -202,6 +205,16 @@ class _Writer:
         if not self.mixed:
             (self.work / "source.bin").unlink()
         return self._finish(streams, done)
+
+    def _check_room(self, done: int) -> None:
+        """See that the disk has room for a mixture, which is written in full; other data may turn out to be fewer."""
+        needed = data_bytes(self.stage, self.tokens, self.scored, len(self.tokenizer)) * (1 - done / self.wanted)
+        free = shutil.disk_usage(self.work).free
+        if self.mixed and needed > free:
+            raise Unavailable(
+                f"{self.work} needs {needed / 2**30:.2f} GiB of disk, {free / 2**30:.2f} are free; make room and run "
+                "the same command again to go on"
+            )
 
     def _open(self, state: dict[str, Any] | None) -> list[SequenceStream]:
         streams = []
@@ -267,6 +280,19 @@ def _opened(path: Path, size: int) -> Iterator[Any]:
     with path.open("ab") as file:
         file.truncate(size)
         yield file
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let the tokenizer work on as many texts at once as there are cores; their order stays."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 @contextmanager
