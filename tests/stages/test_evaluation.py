@@ -161,6 +161,7 @@ def task_folder(tmp_path_factory, tokenizer) -> Path:
     return folder
 
 
+ROW = json.dumps({"text": "In the", "choices": [" beginning", " end"], "gold": 0})
 BEASTS = ("camels", "oxen", "sheep", "kings of the land of Canaan and all their hosts")
 
 
@@ -475,6 +476,7 @@ def test_nan_logits_are_one_line(tmp_path, tokenizer, task_folder):
     ("preset", "options", "message"),
     [
         ("comonsense", {}, "'comonsense' is no preset and no task file or folder (did you mean commonsense?)"),
+        ("", {}, "'' is no preset and no task file or folder"),
         ("zebra", {}, "(presets: commonsense, ruler, longbench2)"),
         ("commonsense", {"tasks": ["pika"]}, "preset commonsense has no task 'pika' (did you mean piqa?)"),
         ("commonsense", {"tasks": []}, "no tasks of preset commonsense are named"),
@@ -523,6 +525,33 @@ def test_a_task_file_that_is_none(content, message, hybrid, tmp_path):
     with pytest.raises(UserError) as error:
         evaluate(hybrid, tmp_path / "task.yaml", tmp_path / "out")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "data", "message"),
+    [
+        ({"num_fewshot": 3}, ROW, "lm-eval cannot run task (ValueError: Sample larger than population or is negative)"),
+        ({"unsafe_code": True}, ROW, "lm-eval cannot run task (ValueError: Attempted to run task: x which is marked"),
+        ({"doc_to_text": "{{gone.at}}"}, ROW, "task x: it cannot be loaded (UndefinedError: 'gone' is undefined)"),
+        ({}, "", "task x: its data are empty"),
+        ({}, "{gone", "task x: its data cannot be read: "),
+    ],
+    ids=["shots", "unsafe", "field", "empty", "json"],
+)
+def test_a_task_that_lm_eval_cannot_run(change, data, message, hybrid, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(data)
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(choice_task("x", tmp_path / "rows.jsonl") | change))
+    with pytest.raises(UserError) as error:
+        evaluate(hybrid, tmp_path / "task.yaml", tmp_path / "out")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_odd_files(hybrid, tmp_path):
+    for name, content in (("a", "task: 3"), ("b", "task: x")):
+        (tmp_path / f"{name}.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"the tasks in .* cannot be read \(TypeError: "):
+        evaluate(hybrid, tmp_path, tmp_path / "out")
 
 
 def test_an_empty_folder_and_an_answer_that_is_too_long(hybrid, tmp_path):

@@ -27,6 +27,7 @@ from palimpsa_surgery.surgery.dtypes import check_dtype, choose_dtype, dtype_nam
 from palimpsa_surgery.surgery.export import NATIVE_LENGTH, stated_length
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
 from palimpsa_surgery.surgery.results import Evaluation
+from palimpsa_surgery.surgery.weights import one_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -295,12 +296,18 @@ def _run(
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=suite.preset is not None and suite.preset.samples,
             )
+    except UserError:
+        raise
     except OverflowError:
         raise UserError(f"model {name} finds a text so unlikely that its perplexity is no number") from None
     except torch.OutOfMemoryError:
         raise UserError(
             f"{lm.device} has too little memory for batches of {lm.batch_size} and up to {lm.max_length:,} tokens"
         ) from None
+    except Exception as error:
+        if suite.preset is not None:  # lm-eval's own tasks: a bug of ours
+            raise
+        raise UserError(f"lm-eval cannot run {suite.name} ({type(error).__name__}: {one_line(error)})") from error
 
 
 def _first_of_each_length(task: "Task", limit: int) -> list[int]:

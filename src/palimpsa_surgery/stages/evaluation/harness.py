@@ -76,11 +76,8 @@ def find_suite(preset: str, only: Sequence[str] | None = None) -> Suite:
         root = Path(lm_eval.tasks.__file__).parent
         return Suite(preset, found, chosen, tuple(root / folder for folder in dict.fromkeys(found.tasks.values())))
     path = Path(preset).expanduser()
-    if path.is_dir():
-        from lm_eval.tasks import TaskManager
-
-        manager = TaskManager(include_path=str(path), include_defaults=False)
-        names = _top_level(manager)
+    if preset and path.is_dir():
+        names = _top_level(_task_manager([path], {}))
         if not names:
             raise UserError(f"folder {preset} holds no task of lm-eval (a .yaml file that names its `task`)")
         return Suite(path.resolve().name, None, _choose(names, only, f"folder {preset}"), (path,))
@@ -104,6 +101,17 @@ def _choose(names: Sequence[str], only: Sequence[str] | None, where: str) -> tup
     if not only:
         raise UserError(f"no tasks of {where} are named (tasks: {', '.join(names)})")
     return tuple(name for name in names if name in only)
+
+
+def _task_manager(folders: Sequence[Path], metadata: Mapping[str, Any]) -> "TaskManager":
+    """lm-eval's index of the tasks in these folders."""
+    from lm_eval.tasks import TaskManager
+
+    paths = [str(folder) for folder in folders]
+    try:
+        return TaskManager(include_path=paths, include_defaults=False, metadata=dict(metadata) or None)
+    except Exception as error:  # odd values in any of the files
+        raise UserError(f"the tasks in {', '.join(paths)} cannot be read ({_named(error)})") from None
 
 
 def _top_level(manager: "TaskManager") -> list[str]:
@@ -165,11 +173,7 @@ def load_tasks(suite: Suite, metadata: Mapping[str, Any]) -> "list[Task | Group]
     Raises:
         UserError: one cannot be loaded; the message names it and says why.
     """
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(
-        include_path=[str(folder) for folder in suite.folders], include_defaults=False, metadata=dict(metadata) or None
-    )
+    manager = _task_manager(suite.folders, metadata)
     loaded: list[Task | Group] = []
     for name in suite.tasks:
         try:
@@ -197,10 +201,18 @@ def _load_problem(error: Exception, config: Mapping[str, Any]) -> str:
     local = dataset in ("json", "csv", "text", "parquet", "arrow")
     if isinstance(error, FileNotFoundError) and (local or not dataset):
         return f"its data cannot be read: {one_line(error)}"
+    if local and type(error).__module__.startswith("datasets"):
+        return f"its data cannot be read: {one_line(error.__cause__ or error)}"
+    if isinstance(error, StopIteration):
+        return "its data are empty"
     of_hub = isinstance(error, ConnectionError) or type(error).__module__.startswith(("huggingface_hub", "datasets"))
     if of_hub or isinstance(error, FileNotFoundError):
         if named := re.search(r"'([\w.-]+/[\w.-]+)' on the Hub", str(error)):
             dataset = named[1]
         reason = "it is not in the local cache, and the Hub cannot be reached or is switched off (HF_HUB_OFFLINE)"
         return f"its data set {dataset} cannot be fetched: {reason if 'Offline' in str(error) else hub_problem(error)}"
-    return f"it cannot be loaded ({type(error).__name__}: {one_line(error)})"
+    return f"it cannot be loaded ({_named(error)})"
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
