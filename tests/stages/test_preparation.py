@@ -306,6 +306,22 @@ def test_killed_while_tokenising(finished, tokenizer, tmp_path, monkeypatch):
     assert pipeline.train(checkpoint, recipe, tmp_path / "run").did == ("first", "second")
 
 
+def test_a_mixture_trains(recipe, finished, tmp_path):
+    made = recipe(mixture())
+    run = pipeline.train(finished.plan.source.path, made, tmp_path / "run", max_steps=2)
+    (stage,) = json.loads((tmp_path / "run" / "run.json").read_text())["stages"]
+    assert [source["name"] for source in stage["data"]["sources"]] == ["a.jsonl", "b.jsonl", "keys"]
+    assert stage["data"]["sequences"] == 1 + 4
+    assert stage["after"]["tokens"] > 0
+    assert run.final.is_dir()
+
+
+def test_a_filter_that_keeps_nothing(recipe, tokenizer, tmp_path):
+    stage = stage_of(recipe({"kind": "text", "files": ["a.jsonl"], "filter": {"text": "no such text"}}))
+    with pytest.raises(UserError, match=r"each needs one; the filter of a\.jsonl kept no row"):
+        prepare(stage, tokenizer, tmp_path / "data")
+
+
 def test_types_of_tokens():
     assert token_type(50_288) == token_type(1 << 16) == np.uint16
     assert token_type((1 << 16) + 1) == np.uint32

@@ -109,6 +109,12 @@ def test_a_group_is_one_document(source, kind):
     assert texts(windowed)[:3] == [joined(0, 2), joined(1), joined(3)]
 
 
+@KINDS
+def test_grouping_by_what_is_no_value(source, kind):
+    with pytest.raises(UserError, match="column 'meta' is of type dict, and cannot be grouped by"):
+        texts(source(kind, group_by="meta"))
+
+
 def test_documents_without_a_group_stay_alone(source, files):
     rows = [{"text": "a", "g": None}, {"text": "b", "g": None}, {"text": "c", "g": 1}, {"text": "d", "g": 1}]
     (files / "part0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -237,6 +237,12 @@ class _Writer:
                 )
         return sequence
 
+    def _nothing_kept(self, streams: list[SequenceStream]) -> str:
+        for fields, stream in zip(self.fields, streams, strict=True):
+            if getattr(fields, "filter", None) and not stream.counts[stream.source.noun]:
+                return f"; the filter of {name_of(fields)} kept no row"
+        return ""
+
     def _finish(self, streams: list[SequenceStream], sequences: int) -> dict[str, Any]:
         whole = sequences == self.wanted
         tokens = sequences * self.length + (0 if whole else streams[0].rest)
@@ -247,7 +253,7 @@ class _Writer:
             raise UserError(
                 f"stage {self.stage.name}: {tokens} tokens of data, held_out {fraction:g} of them, make "
                 f"{len(training)} sequences of {self.length} to train on and {len(held_out)} to evaluate; each needs "
-                f"one{''.join(map(_left_out, streams))}"
+                f"one{''.join(map(_left_out, streams))}{self._nothing_kept(streams)}"
             )
         sources = [
             {"name": name_of(fields), "sequences": stream.sequences, **dict(sorted(stream.counts.items()))}

@@ -156,6 +156,9 @@ class TextRows(_ReadSource):
             if text is None:
                 continue
             value = value_of(row, self.fields.group_by, where)
+            if isinstance(value, dict | list):
+                kind = type(value).__name__
+                raise UserError(f"{where}: column {self.fields.group_by!r} is of type {kind}, and cannot be grouped by")
             groups.setdefault(object() if value is None else value, []).append(text)
             held += 1
             if held == self.fields.group_window:
