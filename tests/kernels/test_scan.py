@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import assert_close, relative_error
-from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, ssd_scan, ssd_step
+from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, scan, ssd_scan, ssd_step
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 
 NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior", "initial_state")
@@ -334,3 +334,15 @@ def test_bad_documents_are_refused(arguments, message):
 def test_bad_boundaries_are_refused(boundaries):
     with pytest.raises(ValueError, match="cu_seqlens must"):
         palimpsa_scan(*random_inputs(batch=1)[:7], cu_seqlens=torch.tensor(boundaries))
+
+
+@pytest.mark.parametrize(("capability", "words"), [((9, 0), "Gluon for Hopper"), ((8, 0), "Triton")])
+def test_paths_say_which_kernels_run(capability, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name, value in {"GLUON_AVAILABLE": True, "triton": object(), "_mamba_ssm_kernels": lambda: None}.items():
+        monkeypatch.setattr(scan, name, value)
+    found = scan.paths(torch.device("cuda"))
+    assert found["Palimpsa scan"].startswith(words)
+    assert found["Mamba2 scan"].startswith("PyTorch: mamba_ssm")
+    assert set(scan.paths(torch.device("cpu")).values()) == {"PyTorch"}

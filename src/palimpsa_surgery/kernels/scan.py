@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .chunked import palimpsa_scan_chunked
 from .decay import document_numbers
+from .gluon_scan import AVAILABLE as GLUON_AVAILABLE
 from .ssd import ssd_scan_chunked
 from .triton_scan import palimpsa_scan_triton, triton
 from .triton_step import palimpsa_step_triton
@@ -196,12 +197,16 @@ def _with_skip(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
 
 def paths(device: torch.device) -> dict[str, str]:
     """What each operation runs on for tensors on `device`, in words."""
-    palimpsa = "Triton" if device.type == "cuda" and triton is not None else "PyTorch"
+    palimpsa = tuned = "PyTorch"
+    if device.type == "cuda" and triton is not None:
+        palimpsa = tuned = "Triton"
+        if GLUON_AVAILABLE and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9:
+            tuned = "Gluon for Hopper in bfloat16 with heads of 64 x 128, else Triton"
     mamba2 = "PyTorch"
     if device.type == "cuda":
         mamba2 = "PyTorch: mamba_ssm's kernels do not import" if _mamba_ssm_kernels() is None else "mamba_ssm (Triton)"
     return {
-        "Palimpsa scan": palimpsa,
+        "Palimpsa scan": tuned,
         "Palimpsa decoding": palimpsa,
         "Mamba2 scan": mamba2,
         "Mamba2 decoding": mamba2,
