@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .chunked import palimpsa_scan_chunked
 from .decay import document_numbers
-from .gluon_scan import AVAILABLE as GLUON_AVAILABLE
+from .hopper_scan import AVAILABLE as GLUON_AVAILABLE
 from .ssd import ssd_scan_chunked
 from .triton_scan import palimpsa_scan_triton, triton
 from .triton_step import palimpsa_step_triton
