@@ -39,7 +39,7 @@ def recipe(tmp_path_factory, text_file) -> Path:
     content = {
         "name": "parallel",
         "checkpoint_steps": 2,
-        "evaluation": {"tokens": 96},
+        "evaluation": {"tokens": 96, "layers_every": 2, "samples": {"count": 1, "prompt_tokens": 4, "new_tokens": 2}},
         "stages": [
             {"name": "text", "data": text, "tokens": 1280, "micro_batch_tokens": 128, **stage},
             {"name": "answers", "data": answers, "tokens": 768, **stage},
@@ -114,6 +114,19 @@ def test_any_number_of_ranks_trains_alike(launches, name, steps):
     assert ours.keys() == theirs.keys()
     for key in ours:
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ["two", "four", "resumed", "sharded"])
+def test_any_number_of_ranks_shows_alike(launches, name):
+    one, many = (launches[which].run / "01-text" for which in ("one", name))
+    lines = [[json.loads(line) for line in (run / "layers.jsonl").read_text().splitlines()] for run in (one, many)]
+    assert [line["step"] for line in lines[1]] == [line["step"] for line in lines[0]] == [0, 2, 4, 5]
+    for ours, theirs in zip(*lines, strict=True):
+        assert ours["layers"][0] == pytest.approx(theirs["layers"][0], rel=1e-4)
+    assert (many / "samples.json").read_text() == (one / "samples.json").read_text()
+    bins = [json.loads((run.parent / "run.json").read_text())["stages"][0]["after"]["positions"] for run in (one, many)]
+    for field in bins[0]:
+        assert bins[1][field] == pytest.approx(bins[0][field], rel=1e-5)
 
 
 def test_only_rank_0_prints(launches):

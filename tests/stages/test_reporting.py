@@ -186,14 +186,16 @@ class Dashboard(TrainerCallback):
         self.seen.append((args.run_name, state.global_step, dict(logs)))
 
 
-def test_dashboards_get_losses_and_layers(checkpoint, recipe_dict, write_recipe, tmp_path, monkeypatch):
+def test_dashboards_get_losses_and_layers(checkpoint, recipe_dict, write_recipe, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Dashboard)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.ModuleType("tensorboard"))
     monkeypatch.setattr(Dashboard, "seen", [])
     recipe_dict |= {"report_to": ["tensorboard"]}
     recipe_dict["evaluation"] |= {"layers_every": 4}
     train(checkpoint, write_recipe(recipe_dict), tmp_path / "run", stage="first")
-    assert {name for name, _, _ in Dashboard.seen} == {"run/01-first"}
+    assert " tokens/s" in capfd.readouterr().err  # beside the progress bar, which terminals get
+    assert {name for name, _, _ in Dashboard.seen} == {"run-01-first"}
     assert [step for _, step, logs in Dashboard.seen if "loss" in logs] == [1, 2, 3, 4, 5]
     assert [step for _, step, logs in Dashboard.seen if "layer_1/metaplasticity_ratio" in logs] == [0, 4, 5]
 
@@ -209,6 +211,16 @@ def test_wandb_gets_a_run_for_each_stage(monkeypatch):
     end_of_stage(["wandb"])
     end_of_stage([])
     assert calls == ["finish"]
+
+
+def test_what_a_dashboard_refuses_is_one_line():
+    from palimpsa_surgery.stages.dashboards import one_line
+
+    refusal = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})
+    with pytest.raises(UserError, match=r"^report_to: wandb refuses: No API key\. Log in\.$"), one_line(("wandb",)):
+        raise refusal("No API key.\nLog in.")
+    with pytest.raises(refusal), one_line(()):
+        raise refusal("not asked for")
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])

@@ -1,7 +1,8 @@
 """Other people's dashboards, which a recipe's `report_to` names; transformers' Trainer feeds them."""
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from palimpsa_surgery.errors import UserError
 
@@ -23,6 +24,18 @@ def check_dashboards(names: Iterable[str]) -> None:
             raise UserError(
                 f"report_to: {name} cannot be imported ({reason}): pip install {name}, or leave it out"
             ) from None
+
+
+@contextmanager
+def one_line(names: Iterable[str]) -> Iterator[None]:
+    """Make a UserError of an error of a dashboard's own, such as that nobody is logged in."""
+    try:
+        yield
+    except Exception as error:
+        name = type(error).__module__.partition(".")[0]
+        if name not in names:
+            raise
+        raise UserError(f"report_to: {name} refuses: {' '.join(str(error).split())}") from None
 
 
 def end_of_stage(names: Iterable[str]) -> None:

@@ -31,7 +31,7 @@ import yaml
 from palimpsa_surgery import ranks
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import Unavailable, UserError
-from palimpsa_surgery.stages.dashboards import check_dashboards, end_of_stage
+from palimpsa_surgery.stages.dashboards import check_dashboards, end_of_stage, one_line
 from palimpsa_surgery.stages.launch import check_request, check_shared_folder, fsdp_requested, share
 from palimpsa_surgery.stages.plan import Plan, make_plan
 from palimpsa_surgery.stages.recipe import Recipe, differences, load_recipe
@@ -252,7 +252,7 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
             checkpoint_steps=plan.recipe.checkpoint_steps,
             advance=advance,
             report_to=plan.recipe.report_to,
-            run_name=f"{plan.output.name}/{part.folder}",
+            run_name=f"{plan.output.name}-{part.folder}",
         )
         if wanted.layers_every and model.config.palimpsa_layers:
             shown = folder if ranks.is_first() else None
@@ -263,7 +263,8 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
             _write_run(plan.output, record)
         else:
             ranks.first(lambda: plot_stage(folder, entry))  # how far the interrupted run had got
-        trainer.train(resume_from_checkpoint=ranks.agreed(lambda: _resume_point(snapshots)))
+        with one_line(plan.recipe.report_to):
+            trainer.train(resume_from_checkpoint=ranks.agreed(lambda: _resume_point(snapshots)))
         if adapters is not None:
             merge_adapters(adapters)
         after = evaluate(model, sequences, **scoring)
