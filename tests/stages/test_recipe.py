@@ -96,6 +96,11 @@ WRONG = [
         lambda r: stage_of(r).update(data=task(min_length=30)),
         "data.min_length: 30 is more than",
     ),
+    (
+        "tbtt-task",
+        lambda r: stage_of(r).update(data=task(), state={"kind": "tbtt"}),
+        "state: tbtt needs data of kind text",
+    ),
     ("task-learn", lambda r: stage_of(r).update(data=task(learn="none")), "stages[0].data.learn: must be 'answer' or"),
     ("init", lambda r: r.update(model={"init": "zeros"}), "model.init: must be 'calibrated' or 'paper', got"),
 ]
@@ -111,6 +116,11 @@ def test_mistake_names_its_field_in_one_line(recipe_dict, write_recipe, change, 
     assert str(error.value).startswith("recipe recipe.yaml: ")
     assert "\n" not in str(error.value)
     assert "; " not in str(error.value), "one mistake, one complaint"
+
+
+def test_text_of_a_mixture_can_be_read_on(recipe_dict, write_recipe):
+    recipe_dict["stages"] = [recipe_dict["stages"][0] | {"data": mixture(0.5, 0.5), "state": {"kind": "tbtt"}}]
+    assert load_recipe(write_recipe(recipe_dict)).stages[0].state.kind == "tbtt"
 
 
 def test_all_mistakes_are_reported_at_once(recipe_dict, write_recipe):

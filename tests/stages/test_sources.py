@@ -267,6 +267,15 @@ def test_synthetic_examples_are_packed_whole_and_scored(recipe_dict, write_recip
     assert stream.counts["examples"] in (3, 4)
 
 
+def test_a_set_that_changed_meanwhile_is_not_gone_on_with(source, files, tokenizer):
+    fields = source("hub").fields
+    state = SequenceStream(fields, tokenizer, length=8, seed=0).state()
+    SequenceStream(fields, tokenizer, length=8, seed=0, state=state)
+    fewer = source("hub", hub={"dataset": "parquet", "data_files": [str(files / "part0.parquet")]}).fields
+    with pytest.raises(UserError, match=r"the set has changed .*: 1 files where there were 3 \(choose another"):
+        SequenceStream(fewer, tokenizer, length=8, seed=0, state=state)
+
+
 def test_text_and_task_of_any_length_reach_the_end(source, tokenizer):
     """Another sequence length cuts the same tokens elsewhere."""
     whole = []

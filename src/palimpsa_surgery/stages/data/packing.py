@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.data.rows import Position
 from palimpsa_surgery.stages.data.sources import Encoded, Source, open_source
 from palimpsa_surgery.stages.recipe_data import Source as SourceFields
@@ -31,7 +32,7 @@ class SequenceStream:
         state: what `state()` returned, to go on from there.
 
     Raises:
-        UserError, Unavailable: as `open_source` does, and while reading.
+        UserError, Unavailable: as `open_source` does, and while reading; or `state` is of another list of files.
     """
 
     def __init__(
@@ -57,6 +58,12 @@ class SequenceStream:
         self._position = Position(*state.get("position", ()))
         self._lap_tokens: int = state.get("lap_tokens", 0)
         self._restart = Position(*state.get("restart", ())), state.get("restart_tokens", 0)
+        self._order = list(getattr(self.source, "order", ()))
+        if state.get("order", self._order) != self._order:
+            raise UserError(
+                f"the set has changed since its preparation was interrupted: {len(self._order)} files where there were "
+                f"{len(state['order'])} (choose another --output, and pin a revision)"
+            )
         self._ids = np.array(state.get("ids", ()), dtype=np.int64)
         self._learn = np.array(state.get("learn", ()), dtype=np.bool_)
         self._ends: list[tuple[int, Position]] = []  # where units end, in tokens from the next one to be taken
@@ -65,6 +72,7 @@ class SequenceStream:
     def state(self) -> dict[str, Any]:
         """Everything needed to go on once laps have begun: plain values, and the arrays `ids` and `learn`."""
         return {
+            "order": self._order,
             "sequences": self.sequences,
             "counts": dict(self.counts),
             "position": list(self._position),
