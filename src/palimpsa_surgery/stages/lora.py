@@ -8,7 +8,7 @@ their projections as modules, on every path, so adapters take part; tests see th
 from typing import TYPE_CHECKING
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages.recipe import Lora
+from palimpsa_surgery.stages.recipe_training import Lora
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel

@@ -17,8 +17,9 @@ from palimpsa_surgery.stages.memory import (
     activations,
 )
 from palimpsa_surgery.stages.optimisation import ADAPTERS, Treatment, parameters_by_treatment
-from palimpsa_surgery.stages.recipe import ExpectedModel, Lora, Recipe, Stage
+from palimpsa_surgery.stages.recipe import ExpectedModel, Recipe, Stage
 from palimpsa_surgery.stages.recipe_data import name_of, origin_of, sources_of
+from palimpsa_surgery.stages.recipe_training import Lora
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from palimpsa_surgery.hf_models import LayerState, PalimpsaMamba2Config
-from palimpsa_surgery.stages.recipe import FittedNoise, RandomNoise, StateInitialisation, StatePassing, Tbtt, ZeroState
+from palimpsa_surgery.stages.recipe_training import (
+    FittedNoise,
+    RandomNoise,
+    StateInitialisation,
+    StatePassing,
+    Tbtt,
+    ZeroState,
+)
 
 
 class InitialStates:

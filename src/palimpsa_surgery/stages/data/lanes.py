@@ -6,7 +6,8 @@ from torch.utils.data import Dataset
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.data.order import Sequences, TrainingOrder
-from palimpsa_surgery.stages.recipe import Stage, Tbtt
+from palimpsa_surgery.stages.recipe import Stage
+from palimpsa_surgery.stages.recipe_training import Tbtt
 
 
 class ContinuedOrder(Dataset):
