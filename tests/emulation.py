@@ -94,7 +94,7 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool =
         Z_I = -Z * mean - dvar[:, :, now, :, None] * (query[..., None, :] * inverse).square()
         dC[:, :, now] = torch.einsum("bhtp,bhtpn->bhtn", dy[:, :, now], mean)
         dC[:, :, now] += 2 * query * torch.einsum("bhtp,bhtpn->bhtn", dvar[:, :, now], inverse)
-        dprior += r_tuned(Z_I).sum((0, 2, 3, 4))
+        dprior += Z_I.sum((0, 2, 3, 4))
         # Sums over the spans of one state; then [b, h, s, t] spans, [b, h, t] from the start, [b, h, s] to the end.
         dwritten, dkey = [], []
         for i, (direct, written, key) in enumerate(((Z, value, B), (Z_I, beta, squares))):
