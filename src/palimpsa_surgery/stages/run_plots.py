@@ -94,7 +94,8 @@ def plot_layers(lines: list[dict], stage: str, path: Path) -> None:
             axes.plot(
                 steps, values[:, order], "o-", color=colour, linewidth=1.3, markersize=2.5, label=f"layer {layer}"
             )
-        if (values > 0).any():
+        positive = values[values > 0]
+        if len(positive) and positive.max() > 10 * positive.min():
             _log_axis(axes)
         axes.set_xlabel("step")
         axes.set_title(label, fontsize=9)
