@@ -232,6 +232,24 @@ def test_a_state_of_other_data_is_not_gone_on_from(recipe, tokenizer, tmp_path, 
     assert (tmp_path / "data" / "tokens.bin").read_bytes() == (tmp_path / "fresh" / "tokens.bin").read_bytes()
 
 
+def test_a_file_that_lost_its_content_is_not_gone_on_with(recipe, tokenizer, tmp_path, monkeypatch):
+    stage = stage_of(recipe(mixture()))
+    monkeypatch.setattr(preparation, "SAVE_TOKENS", 128)
+
+    def stop(*arguments, write=preparation._write_state):
+        write(*arguments)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_write_state", stop)
+        with pytest.raises(Stop):
+            prepare(stage, tokenizer, tmp_path / "data")
+    (tmp_path / "data.unfinished" / "tokens.bin").unlink()
+    with pytest.raises(UserError, match=r"tokens\.bin is damaged"):
+        prepare(stage, tokenizer, tmp_path / "data")
+    prepare(stage, tokenizer, tmp_path / "data")
+
+
 def test_full_disk_is_one_line_and_nothing_is_lost(recipe, tokenizer, tmp_path, monkeypatch):
     stage = stage_of(recipe(mixture()))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.errors import Unavailable
 from palimpsa_surgery.stages.data.rows import Position
 from palimpsa_surgery.stages.data.sources import Encoded, Source, open_source
 from palimpsa_surgery.stages.recipe_data import Source as SourceFields
@@ -32,7 +32,8 @@ class SequenceStream:
         state: what `state()` returned, to go on from there.
 
     Raises:
-        UserError, Unavailable: as `open_source` does, and while reading; or `state` is of another list of files.
+        UserError, Unavailable: as `open_source` does, and while reading; the latter too if `state` is of another list
+            of files.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class SequenceStream:
         self._restart = Position(*state.get("restart", ())), state.get("restart_tokens", 0)
         self._order = list(getattr(self.source, "order", ()))
         if state.get("order", self._order) != self._order:
-            raise UserError(
+            raise Unavailable(
                 f"the set has changed since its preparation was interrupted: {len(self._order)} files where there were "
                 f"{len(state['order'])} (choose another --output, and pin a revision)"
             )

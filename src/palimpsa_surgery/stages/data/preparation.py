@@ -175,7 +175,7 @@ class _Writer:
         self._check_room(done)
         with (
             _opened(self.work / "tokens.bin", done * self.length * self.type.itemsize) as tokens_out,
-            _opened(self.work / "learn.bin", done * math.ceil(self.length / 8)) as learn_out,
+            _opened(self.work / "learn.bin", masked * done * math.ceil(self.length / 8)) as learn_out,
             _opened(self.work / "source.bin", done) as source_out,
             progress_bar(f"tokenising {self.stage.name}", self.wanted * self.length) as advance,
         ):
@@ -284,6 +284,8 @@ def _named(place: str) -> Iterator[None]:
 def _opened(path: Path, size: int) -> Iterator[Any]:
     """Open a file to go on writing at `size` bytes, what comes after them being of no use."""
     with path.open("ab") as file:
+        if file.tell() < size:
+            raise UserError(f"{path} is damaged: it has lost what was written before an interruption; start again")
         file.truncate(size)
         yield file
 

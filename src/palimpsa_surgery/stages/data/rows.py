@@ -91,7 +91,7 @@ class HubFiles:
         return self.dataset.num_shards
 
     def rows(self, index: int, start: int) -> Iterator[Row]:  # noqa: D102
-        with _hub_faults(self.name):
+        with _hub_faults(self.name, passing=Exception):
             file = self.dataset.shard(num_shards=len(self), index=index)
             for number, row in enumerate(file.skip(start) if start else file, start=start + 1):
                 yield f"{self.name}, file {index + 1}, row {number}", row
@@ -120,8 +120,13 @@ def passes(source: Rows, row: dict, where: str) -> bool:
 
 
 @contextmanager
-def _hub_faults(name: str) -> Iterator[None]:
-    """Turn what `datasets` and the libraries below it raise into one line that says what to do."""
+def _hub_faults(name: str, passing: type[Exception] = OSError) -> Iterator[None]:
+    """Turn what `datasets` and the libraries below it raise into one line that says what to do.
+
+    Args:
+        passing: what may not be there the next time, even where it looks like a mistake of the user's: in the middle
+            of a stream, a file that cannot be read may be a connection that broke.
+    """
     import pyarrow as pa
 
     from palimpsa_surgery.surgery.hub import hub_problem
@@ -131,6 +136,7 @@ def _hub_faults(name: str) -> Iterator[None]:
     except UserError:
         raise
     except (ValueError, pa.ArrowException) as error:  # a wrong split or configuration, a file that is not readable
-        raise UserError(f"{name}: {' '.join(str(error).split())}") from error
+        kind = Unavailable if isinstance(error, passing) else UserError
+        raise kind(f"{name}: {' '.join(str(error).split())}") from error
     except Exception as error:  # errors of the disk, the Hub, and its HTTP and Xet clients have no common base
         raise Unavailable(f"{name}: {hub_problem(error)}; or name local copies as `files`") from error
