@@ -70,8 +70,8 @@ class InitialStates:
         return {"rng": self.rng.get_state()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.rng.set_state(saved["rng"].cpu())
+        """Go on from what `state_dict` returned, read onto the CPU."""
+        self.rng.set_state(saved["rng"])
 
     def _noise(self, rows: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randn((rows, *shape), generator=self.rng, device=self.device)
@@ -128,7 +128,7 @@ class _FittedNoise(InitialStates):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         super().load_state_dict(saved)
-        self.mean, self.variance = saved["mean"], saved["variance"]
+        self.mean, self.variance = ([value.to(self.device) for value in saved[k]] for k in ("mean", "variance"))
 
 
 class _StatePassing(InitialStates):
@@ -156,7 +156,10 @@ class _StatePassing(InitialStates):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         super().load_state_dict(saved)
-        self.carried = None if saved["carried"] is None else [LayerState(*state) for state in saved["carried"]]
+        if saved["carried"] is None:
+            self.carried = None
+        else:
+            self.carried = [LayerState(*(v if v is None else v.to(self.device) for v in s)) for s in saved["carried"]]
 
 
 class _Tbtt(_StatePassing):

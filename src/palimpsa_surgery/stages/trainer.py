@@ -152,7 +152,7 @@ class StageTrainer(ParallelTrainer):
         if checkpoint is None or self.initial_states.resumes_alone:
             return
         path, size = self._states_file(checkpoint), self.args.world_size
-        saved = torch.load(path, map_location=self.args.device, weights_only=True) if path.is_file() else {"ranks": 0}
+        saved = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {"ranks": 0}
         if saved["ranks"] != size:
             raise UserError(
                 f"stage {self.stage.name}: {checkpoint} was not written by {size} processes, and state "
