@@ -330,33 +330,28 @@ def table(results: dict, length: int) -> str:
 
 
 def plot(results: dict, length: int, path: Path) -> None:
-    """Draw perplexity by position, one line an arm, as in the paper's Fig. 5."""
+    """Draw, for each arm, perplexity by position (as the paper's Fig. 5) and its ratio to a short context's."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 2)
     for number, (name, arm) in enumerate(results["arms"].items()):
-        centres = [math.sqrt(start * end) for start, end in zip(arm["starts"], arm["ends"], strict=True)]
-        shown = [i for i, start in enumerate(arm["starts"]) if start >= 16]
         style = {"color": "0.4", "linewidth": 2.5} if name == "base" else {"color": f"C{number - 1}", "linewidth": 1.5}
-        axes.plot([centres[i] for i in shown], [arm["perplexity"][i] for i in shown], label=name, **style)
-    axes.axvline(length, color="0.7", linestyle=":")
-    axes.annotate(
-        "training length",
-        (length, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -12),
-        textcoords="offset points",
-        color="0.4",
-    )
-    axes.set(xscale="log", yscale="log", xlabel="position (tokens)", ylabel="perplexity")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=110)
+        for axes, key in zip(panels, ("by_octave", "over_short_context"), strict=True):
+            shown = {int(start): value for start, value in arm[key].items() if int(start) >= length // 4}
+            centres = [start * math.sqrt(2) for start in shown]
+            axes.plot(centres, list(shown.values()), marker=".", label=name.replace("_", " "), **style)
+    panels[0].set_ylabel("perplexity")
+    panels[1].set_ylabel(f"perplexity / that after {length} to {2 * length - 1} tokens")
+    panels[1].axhline(1, color="0.8", linewidth=1, zorder=0)
+    panels[1].legend(frameon=False)
+    for axes in panels:
+        axes.axvline(length, color="0.7", linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.set_xlabel("position (tokens; dotted: training length)")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=100)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
