@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -102,7 +103,10 @@ def run(launch: dict) -> list[int]:
                 be_rank(rank, launch, port)
             except SystemExit as end:
                 os._exit(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
             finally:
+                sys.stderr.flush()
                 os._exit(99)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

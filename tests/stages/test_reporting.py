@@ -16,7 +16,8 @@ from palimpsa_surgery.stages.data import Sequences, prepare
 from palimpsa_surgery.stages.held_out import continuations, evaluate, octaves, positions
 from palimpsa_surgery.stages.pipeline import train
 from palimpsa_surgery.stages.recipe import Samples, load_recipe
-from palimpsa_surgery.stages.run_plots import plot_stage, read_lines
+from palimpsa_surgery.stages.reporting import read_lines
+from palimpsa_surgery.stages.run_plots import plot_stage
 from palimpsa_surgery.surgery.checkpoints import load_model
 from palimpsa_surgery.surgery.layer_probe import probe_layers
 

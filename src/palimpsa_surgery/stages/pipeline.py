@@ -38,12 +38,13 @@ from palimpsa_surgery.stages.recipe import Recipe, differences, load_recipe
 from palimpsa_surgery.stages.snapshots import Snapshots
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
 from palimpsa_surgery.surgery.progress import progress_bar
+from palimpsa_surgery.surgery.records import RECIPE_FILE, RUN_FILE, read_run
 
 if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-RECIPE_FILE, RUN_FILE, LOCK_FILE, SAMPLES_FILE = "recipe.yaml", "run.json", ".lock", "samples.json"
+LOCK_FILE, SAMPLES_FILE = ".lock", "samples.json"
 LEFT_OUT = {"too_long": "examples too long for a sequence", "unanswered": "rows without a prompt or an answer"}
 """What a stage's record calls them, and what they are."""
 SURGERY_FILES = ("surgery.json", "analysis.json", "windows.png")
@@ -315,7 +316,7 @@ def _resume_point(snapshots: Snapshots) -> str | None:
 
 def _existing(output: Path, recipe: Recipe, options: dict) -> dict | None:
     """The record of the run that `output` holds, if there is one and it may be gone on with."""
-    record = _read_run(output)
+    record = read_run(output)
     if record is None:
         check_output_directory(output)
     else:
@@ -324,7 +325,7 @@ def _existing(output: Path, recipe: Recipe, options: dict) -> dict | None:
 
 
 def _check_unchanged(output: Path, record: dict) -> None:
-    if _read_run(output) != record:
+    if read_run(output) != record:
         raise UserError(f"run {output} was changed by another process meanwhile: start again to go on with it")
 
 
@@ -409,21 +410,6 @@ def _prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTr
         raise
 
 
-def _read_run(output: Path) -> dict | None:
-    """Return what `run.json` says; None if `output` holds no run."""
-    path = output / RUN_FILE
-    if not path.is_file():
-        return None
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        version = record["version"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is not the record of a run: {error!r}") from None
-    if version != 1:
-        raise UserError(f"{path} is of version {version}; this release reads version 1")
-    return record
-
-
 def _write_run(output: Path, record: dict) -> None:
     """Replace `run.json` in one move, so that a kill leaves the old one or the new one; rank 0 does."""
     if not ranks.is_first():
@@ -444,6 +430,9 @@ def _check_same_conditions(output: Path, record: dict, recipe: Recipe, options: 
         changes += differences(record[name], value, f"--{name.replace('_', '-')}")
     if changes:
         raise UserError(f"run {output} was started differently: {'; '.join(changes)} (choose another --output)")
+    names = [entry["name"] for entry in record["stages"]]
+    if names != [entry.name for entry in recipe.stages]:
+        raise UserError(f"run {output} is damaged: {RUN_FILE} has the stages {', '.join(names)}")
 
 
 def _with_seed(recipe: Recipe, seed: int) -> Recipe:

@@ -1,6 +1,5 @@
 """What a training run will do, worked out from configuration alone: no weights are loaded."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from palimpsa_surgery.stages.optimisation import ADAPTERS, Treatment, parameters
 from palimpsa_surgery.stages.recipe import ExpectedModel, Recipe, Stage
 from palimpsa_surgery.stages.recipe_data import name_of, origin_of, sources_of
 from palimpsa_surgery.stages.recipe_training import Lora
+from palimpsa_surgery.surgery.records import read_surgery
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -269,21 +269,6 @@ def check_model(expected: ExpectedModel, source: "Source") -> tuple[str, ...]:
     if wrong:
         raise UserError(f"checkpoint {source.name} does not suit the recipe: {'; '.join(wrong)}")
     return (f"The checkpoint does not say its {' and '.join(unchecked)}: not checked.",) if unchecked else ()
-
-
-def read_surgery(folder: Path) -> dict:
-    """Read what `replace` recorded about a checkpoint; empty for a checkpoint it did not make.
-
-    Raises:
-        UserError: the record is not JSON.
-    """
-    path = folder / "surgery.json"
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
 def _lora_note(source: "Source", stage: Stage) -> str:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from transformers import Trainer, TrainerCallback
 
+from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.data import Sequences, collate
 from palimpsa_surgery.stages.guard import SKIPPED
 from palimpsa_surgery.stages.held_out import autocast
 from palimpsa_surgery.surgery.layer_probe import LayerProbe, probe_layers
+from palimpsa_surgery.surgery.records import Count, Record, checked
 
 LOG_FILE, LAYERS_FILE = "log.jsonl", "layers.jsonl"
 
@@ -117,11 +119,56 @@ def _numbers(probe: LayerProbe) -> dict[str, float | None]:
     return {name: _finite(getattr(probe, name)) for name in names}
 
 
+class LogLine(Record):
+    """A line of `log.jsonl`."""
+
+    step: Count
+    loss: float | None
+    grad_norm: float | None = None
+    learning_rate: float
+
+
+class LayerNumbers(Record):
+    """What a line of `layers.jsonl` says about one layer."""
+
+    layer: Count
+    median_window: float | None
+    importance_ratio: float | None
+    metaplasticity_ratio: float | None
+
+
+class LayersLine(Record):
+    """A line of `layers.jsonl`."""
+
+    step: Count
+    layers: list[LayerNumbers]
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The whole lines of a log in a stage's folder; a last one that a kill cut short is left out.
+
+    Raises:
+        UserError: a line is not as it was written.
+    """
+    schema = {LOG_FILE: LogLine, LAYERS_FILE: LayersLine}[path.name]
+    found = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        if line.endswith("\n"):
+            complaint = f"{path}, line {number}: not a line of this log"
+            try:
+                content = json.loads(line)
+            except ValueError:
+                raise UserError(complaint) from None
+            found.append(checked(content, schema, complaint))
+    return found
+
+
 def keep_until(path: Path, step: int) -> None:
     """Drop the lines of a log that belong to steps later than `step`, or that a kill cut short."""
     if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 def append(path: Path, line: dict) -> None:

@@ -1,6 +1,5 @@
 """Figures of a stage, drawn from what it left in its folder and in `run.json`."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from palimpsa_surgery.stages.reporting import LAYERS_FILE, LOG_FILE
+from palimpsa_surgery.stages.reporting import LAYERS_FILE, LOG_FILE, read_lines
 
 _LOSS, _RATE, _BEFORE, _AFTER = "#1f6fb4", "#9aa3ab", "#9aa3ab", "#e07b00"
 _SMOOTHED = 50
@@ -35,13 +34,6 @@ def plot_stage(folder: Path, entry: dict) -> None:
         plot_layers(layers, entry["name"], folder / "layers.png")
     if entry.get("before"):
         plot_positions(entry, folder / "positions.png")
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a log; none if there is no log."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def plot_loss(log: list[dict], entry: dict, path: Path) -> None:

@@ -28,6 +28,7 @@ from palimpsa_surgery.surgery.checkpoints import (
     save_checkpoint,
 )
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.records import read_run, read_run_recipe, read_surgery
 from palimpsa_surgery.surgery.results import Evaluation
 from palimpsa_surgery.surgery.upload import check_repo_id, upload_folder
 from palimpsa_surgery.surgery.weights import read_json
@@ -120,7 +121,7 @@ def export(
             f"{source} is in the {opened.kind} format: convert it first, with "
             f"`palimpsa-surgery replace {source} --top-k 0 --output DIR`"
         )
-    surgery = without_paths(read_json(folder / "surgery.json")) if (folder / "surgery.json").is_file() else {}
+    surgery = without_paths(read_surgery(folder))
     length, reason = _choose_length(max_length, run, opened)
 
     model, words = load_model(opened, dtype=opened.dtype), load_tokenizer(opened, tokenizer)
@@ -169,18 +170,12 @@ def resolve_run(source: Path) -> tuple[Path, dict[str, Any] | None]:
     """
     if not source.is_dir():
         raise UserError(f"{source} is not a folder: give a run of `train`, or a checkpoint folder")
-    if not (source / "run.json").is_file():
+    if (run := read_run(source)) is None:
         return source, None
-    run = read_json(source / "run.json")
-    if run.get("version") != 1:
-        raise UserError(f"{source / 'run.json'} is of version {run.get('version')}; this release reads version 1")
-    if not run.get("final"):
+    if not run["final"]:
         missing = next(stage["name"] for stage in run["stages"] if stage["status"] != "done")
         raise UserError(f"run {source} is not finished: stage {missing} is missing (`train` again to resume it)")
-    try:
-        recipe = yaml.safe_load((source / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{source / 'recipe.yaml'} cannot be read: {' '.join(str(error).split())}") from None
+    recipe = read_run_recipe(source, run)
     return source / run["final"], without_paths(run | {"recipe": recipe})
 
 
