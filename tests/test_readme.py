@@ -21,10 +21,10 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 MODEL, REPOSITORY = "state-spaces/mamba2-2.7b", "me/palimpsa-2.7b"
 
 
-def shell_commands() -> list[list[str]]:
-    """The commands of all shell blocks, split into words; the demo's output is none."""
+def shell_commands(of: str = "") -> list[list[str]]:
+    """The commands of all shell blocks of that language, split into words; the demo's output is none."""
     shown = README.partition("<!-- demo -->")[2].partition("<!-- /demo -->")[0]
-    blocks = [text for language, text in BLOCKS if language == "" and text not in shown]
+    blocks = [text for language, text in BLOCKS if language == of and text not in shown]
     lines = [line for text in blocks for line in text.replace("\\\n", "").splitlines()]
     return [shlex.split(line) for line in lines if line.startswith("palimpsa-surgery ")]
 
@@ -68,6 +68,39 @@ def test_the_python_code_loads_it(exported):
     exec(code.replace(REPOSITORY, str(exported)), scope)
     ids = scope["tokenizer"]("In the beginning", return_tensors="pt")
     assert scope["model"].generate(**ids, max_new_tokens=4).shape[1] == ids["input_ids"].shape[1] + 4
+
+
+def test_the_commands_evaluate_it(exported, tiny_checkpoint, monkeypatch):
+    """With a task of our own for the presets, whose data are on the Hub, and short text."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    monkeypatch.chdir(exported.parent)
+    Path("rows.jsonl").write_text('{"text": "In the beginning God created", "label": 0}\n')
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(Path("rows.jsonl").absolute())}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": ["the heaven", "the sea"],
+        "doc_to_target": "label",
+    }
+    Path("my-tasks.yaml").write_text(yaml.safe_dump(task))
+    assert main(["replace", str(tiny_checkpoint), "--top-k", "0", "--output", "control"]) == 0
+    ours = {"commonsense": "my-tasks.yaml", "ruler": "my-tasks.yaml", "65536": "64", "32768": "64"}
+    short = {"diagnose": ["--sequences", "1", "--remembrance-points", "2"], "compare": ["--sequences", "1"]}
+    monkeypatch.setattr("palimpsa_surgery.surgery.speed._DECODED", 2)
+    monkeypatch.setattr("palimpsa_surgery.surgery.diagnosis.plot_diagnosis", lambda *_: None)  # the slowest part
+    verbs = []
+    for _, *words in shell_commands("sh"):
+        if "--lengths" in words:
+            at = words.index("--lengths")
+            del words[at : at + 2]
+        verbs.append(words[0])
+        assert main([*(ours.get(word, word) for word in words), *short.get(words[0], [])]) == 0, words
+    assert verbs == ["eval", "eval", "eval", "diagnose", "compare", "export"]
+    assert "| mine acc ↑ |" in (exported / "README.md").read_text()
+    assert sorted(path.name for path in Path("scores").iterdir()) == ["commonsense", "mine", "ruler"]
 
 
 def test_make_knows_the_targets():
