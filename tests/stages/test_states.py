@@ -175,10 +175,29 @@ def test_state_passing_hands_on_or_zeroes_whole_rows(states_of):
         assert not state.recurrent_state[zeroed].any()
 
 
-def test_a_zeroed_row_forgets_even_what_is_not_finite(states_of):
-    states = states_of("state_passing", zero_probability=1.0)
-    states.after([LayerState(s.conv_state, s.recurrent_state * float("nan")) for s in final_states()])
-    assert not any(state.recurrent_state.any() for state in states.before(2))
+@pytest.mark.parametrize("kind", ["state_passing", "tbtt"])
+def test_a_row_that_is_not_finite_is_not_carried_on(kind, states_of):
+    """Neither in the layer where it went wrong nor in the others; a sound row is as it was."""
+    states = states_of(kind, **({"zero_probability": 0.0} if kind == "state_passing" else {}))
+    final = final_states()
+    final[1].recurrent_state[0, 1, 0, 2, 3] = float("nan")
+    states.after(final)
+    for state, left in zip(states.before(2, torch.tensor([True, True])), final, strict=True):
+        assert not state.recurrent_state[0].any()
+        assert torch.equal(state.recurrent_state[1], left.recurrent_state[1])
+
+
+def test_statistics_leave_out_what_is_not_finite(states_of):
+    states = states_of("fitted_noise")
+    states.after(final_states())
+    before = states.mean[1].clone(), states.variance[1].clone()
+    final = final_states(seed=1)
+    final[1].recurrent_state[0, 1, 0, 2, 3] = float("inf")
+    states.after(final)
+    for now, old in zip((states.mean[1], states.variance[1]), before, strict=True):
+        assert torch.equal(now[1, 0], old[1, 0])
+        assert now.isfinite().all()
+        assert not torch.equal(now[0], old[0])
 
 
 def test_tbtt_carries_both_states_of_rows_that_go_on(states_of):

@@ -86,6 +86,11 @@ def test_log_has_each_step_with_its_rate(run, recipe_dict, write_recipe, tmp_pat
     assert all(math.isfinite(line["loss"]) and line["tokens_per_second"] > 0 for line in log)
 
 
+def test_a_constant_rate_rises_and_stays(run, recipe_dict, write_recipe, tmp_path):
+    run(changed(recipe_dict, write_recipe, warmup_steps=2, schedule={"kind": "constant"}, learning_rate=1e-3), steps=4)
+    assert [line["learning_rate"] for line in log_of(tmp_path)] == pytest.approx([0, 5e-4, 1e-3, 1e-3])
+
+
 def test_importance_has_its_own_rate_through_the_schedule(run, small_recipe):
     trainer = run(small_recipe, steps=3)
     rates = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}

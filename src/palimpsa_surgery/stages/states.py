@@ -1,11 +1,11 @@
 """What a training sequence's recurrent states start from (arXiv 2507.02782 section 4, for both kinds of layer).
 
-Training from zero shows a model only the states that a short sequence reaches; these kinds show it others. A slot
-is a row of the micro-batch on its rank: row r goes on from what row r of the rank's previous micro-batch left,
-whether that belonged to the same optimizer step or not. Where documents of a packed row reset (`seq_idx`), the
-initial state belongs to the row's first document, and what is carried on is the state of its last one. States are
-detached: no gradient crosses from one micro-batch to the next. Only `tbtt` carries the convolution's tail; the
-others start it at zero. Validation never uses any of this: it starts from zero.
+Training from zero shows a model only the states that a short sequence reaches; these kinds show it others. A slot is
+a row of the micro-batch on its rank: row r goes on from what row r of the rank's previous micro-batch left, whether
+that belonged to the same optimizer step or not. Where documents of a packed row reset (`seq_idx`), the initial state
+belongs to the row's first document, and what is carried on is the state of its last one. States are detached: no
+gradient crosses from one micro-batch to the next. States that are not finite are not carried on. Only `tbtt` carries
+the convolution's tail; the others start it at zero. Validation never uses any of this: it starts from zero.
 """
 
 from collections.abc import Sequence
@@ -120,8 +120,9 @@ class _FittedNoise(InitialStates):
         sizes = [mean.numel() for mean in self.mean]
         new, weight = moments.split(sizes, dim=1), self.settings.new_weight
         for mean, variance, (first, second) in zip(self.mean, self.variance, new, strict=True):
-            mean.lerp_(first.view_as(mean), weight)
-            variance.lerp_((second - first.square()).clamp(min=0).view_as(mean), weight)
+            finite = (first + second).isfinite().view_as(mean)
+            for old, found in ((mean, first), (variance, (second - first.square()).clamp(min=0))):
+                old.copy_(torch.where(finite, old.lerp(found.view_as(old), weight), old))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"mean": self.mean, "variance": self.variance}
@@ -148,7 +149,7 @@ class _StatePassing(InitialStates):
         return [LayerState(None, _keep(state.recurrent_state, kept)) for state in self.carried]
 
     def after(self, final_states: Sequence[LayerState]) -> None:
-        self.carried = [LayerState(None, state.recurrent_state.detach()) for state in final_states]
+        self.carried = _finite_rows([LayerState(None, state.recurrent_state.detach()) for state in final_states])
 
     def state_dict(self) -> dict[str, Any]:
         carried = None if self.carried is None else [tuple(state) for state in self.carried]
@@ -171,7 +172,7 @@ class _Tbtt(_StatePassing):
         return [LayerState(*(_keep(value, continues) for value in state)) for state in self.carried]
 
     def after(self, final_states: Sequence[LayerState]) -> None:
-        self.carried = [LayerState(*(value.detach() for value in state)) for state in final_states]
+        self.carried = _finite_rows([LayerState(*(value.detach() for value in state)) for state in final_states])
 
 
 _KINDS = {
@@ -200,6 +201,13 @@ def _as_state(noise: Tensor) -> LayerState:
 def _keep(state: Tensor, rows: Tensor) -> Tensor:
     """Zero all but the given rows, whatever they hold."""
     return state.masked_fill(~rows.to(state.device).view(-1, *(1,) * (state.ndim - 1)), 0)
+
+
+def _finite_rows(states: list[LayerState]) -> list[LayerState]:
+    """Zero, in every layer, each row that is not finite in one: carried on, it would spoil all that follows."""
+    values = [value for state in states for value in state if value is not None]
+    rows = torch.stack([value.isfinite().flatten(1).all(1) for value in values]).all(0)
+    return [LayerState(*(value if value is None else _keep(value, rows) for value in state)) for state in states]
 
 
 def _first_two_powers(states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
