@@ -6,10 +6,11 @@ Letters as in `triton_scan.py`.
 import torch
 from torch import Tensor
 
-from .gluon_scan import AVAILABLE, HEAD_DIM, NUM_WARPS, STATE_SIZE
+from .gluon_scan import AVAILABLE
 from .gluon_scan import read_out as read_out_kernel
-from .gluon_scan import segment_adjoints as segment_adjoints_kernel
-from .gluon_scan import segment_gradients as segment_gradients_kernel
+from .hopper_adjoints import segment_adjoints as segment_adjoints_kernel
+from .hopper_gradients import HEAD_DIM, NUM_WARPS, ROW_WORDS, SPAN_WORDS, STATE_SIZE
+from .hopper_gradients import segment_gradients as segment_gradients_kernel
 
 try:
     import triton
@@ -30,39 +31,113 @@ except ImportError:
 # Tokens a segment in the backward pass: the kernels take 71.7 ms in all with 256 and 73.5 with 128.
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
-# Value rows of a program, value rows and keys of a lane: the fastest of five each.
+# Value rows of a program, value rows and keys of a lane: the fastest of five.
 READ_OUT_TILE = (16, 4, 8)
-ADJOINT_TILE = (8, 8, 4)
-PROGRAMS_PER_SM = 2  # of the gradient kernel, limited by registers and shared memory
-STATE_COPIES = 2  # states and adjoints: tensors of a state for each segment
-ROW_VALUES = 3  # float32 values for each token and value row in temporary tensors
+SPAN_BLOCK = 8
+# Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
+STATE_COPIES = 2 + BACKWARD_SEGMENT // SUB_CHUNK // 2
+ROW_VALUES = 6  # rows and spans: float32 values for each token and value row
+ADJOINT_OPTIONS = {"UNROLL": 2}
+OPTIONS = {"UNROLL": 1, "EXACT": True}
 
 
 @jit
-def transpose_rows(
-    x, dt, beta, A, dy, v, betaT, dyT, log_alpha,
-    x_b, x_t, x_h, x_p, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, beta_p, dy_b, dy_t, dy_h, dy_p,
-    T, TP, H, P, BT: tl.constexpr, BP: tl.constexpr,
+def prepare_rows(
+    x, dt, beta, A, dy, doc, rows, pairs, decays,
+    x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, dy_b, dy_t, dy_h, T, H,
+    P: tl.constexpr, HAS_DOC: tl.constexpr,
 ):  # fmt: skip
-    """v = dt x, beta and dy as float32 [b, h, p, TP], and log alpha [b, h, TP], zero from T on."""
+    """Operands of the gradient kernel for one sub-chunk and head, in the order in which its lanes read them.
+
+    rows [b, h, sub-chunks, p, 64] float32, with tokens 0 <= g < 8, 0 <= c < 4 and v = dt x: for each g v[g],
+    v[g + 8], -beta[g], -beta[g + 8]; for each c the bfloat16 pairs v[2c], v[2c + 8], beta[2c], beta[2c + 8] (written
+    through `pairs`, the same memory); for each c dy[2c], dy[2c + 1], dy[2c + 8], dy[2c + 9]. decays
+    [b, h, sub-chunks, 272]: from s to t [16, 16], then from the sub-chunk's start to t [16].
+    """
     i_bh = tl.program_id(1).to(tl.int64)
     b = i_bh // H
     h = i_bh % H
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    o_p = tl.arange(0, BP)
+    ts = tl.program_id(0) * 16
+    o_l = tl.arange(0, 16)
+    o_p = tl.arange(0, P)
+    t = ts.to(tl.int64) + o_l
     m_t = t < T
-    m_p = (o_p < P)[None, :]
-    m = m_t[:, None] & m_p
+    m = m_t[:, None] & (o_p < P)[None, :]
     b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
-    tl.store(log_alpha + i_bh * TP + t, -tl.load(A + h) * b_dt, mask=t < TP)
-    o_out = (i_bh * P + o_p[:, None]) * TP + t[None, :]
-    m_out = (o_p < P)[:, None] & (t < TP)[None, :]
-    b_x = tl.load(x + b * x_b + t[:, None] * x_t + h * x_h + o_p[None, :] * x_p, mask=m, other=0.0)
-    tl.store(v + o_out, tl.trans(b_x.to(tl.float32) * b_dt[:, None]), mask=m_out)
-    b_u = tl.load(beta + b * beta_b + t[:, None] * beta_t + h * beta_h + o_p[None, :] * beta_p, mask=m, other=0.0)
-    tl.store(betaT + o_out, tl.trans(b_u.to(tl.float32)), mask=m_out)
-    b_dy = tl.load(dy + b * dy_b + t[:, None] * dy_t + h * dy_h + o_p[None, :] * dy_p, mask=m, other=0.0)
-    tl.store(dyT + o_out, tl.trans(b_dy.to(tl.float32)), mask=m_out)
+    b_v = tl.load(x + b * x_b + t[:, None] * x_t + h * x_h + o_p[None, :], mask=m, other=0.0)
+    b_v = tl.trans(b_v.to(tl.float32) * b_dt[:, None])  # [p, t]
+    b_u = tl.load(beta + b * beta_b + t[:, None] * beta_t + h * beta_h + o_p[None, :], mask=m, other=0.0)
+    b_u = tl.trans(b_u.to(tl.float32))
+    b_dy = tl.load(dy + b * dy_b + t[:, None] * dy_t + h * dy_h + o_p[None, :], mask=m, other=0.0)
+    b_dy = tl.trans(b_dy.to(tl.float32))
+    i_sub = i_bh * tl.num_programs(0) + tl.program_id(0)
+    p_row = (i_sub * P + o_p)[:, None] * 64
+    b_vu = tl.join(tl.reshape(b_v, [P, 2, 8]), tl.reshape(-b_u, [P, 2, 8]))  # [p, half, g, kind]
+    b_vu = tl.reshape(tl.permute(b_vu, (0, 2, 3, 1)), [P, 32])
+    tl.store(rows + p_row + tl.arange(0, 32)[None, :], b_vu)
+    b_vu = tl.join(tl.reshape(b_v, [P, 2, 4, 2]), tl.reshape(b_u, [P, 2, 4, 2]))  # [p, half, c, parity, kind]
+    b_vu = tl.reshape(tl.permute(b_vu, (0, 2, 4, 1, 3)), [P, 32])
+    tl.store(pairs + p_row * 2 + 64 + tl.arange(0, 32)[None, :], b_vu.to(tl.bfloat16))
+    b_dy = tl.reshape(tl.permute(tl.reshape(b_dy, [P, 2, 4, 2]), (0, 2, 1, 3)), [P, 16])
+    tl.store(rows + p_row + 48 + o_l[None, :], b_dy)
+    # sums of log alpha over s < r <= t alone, never differences of longer sums
+    b_log = -tl.load(A + h) * b_dt
+    b_D = tl.exp(tl.cumsum(tl.where(o_l[None, :] > o_l[:, None], b_log[None, :], 0.0), 1))
+    b_D = tl.where(o_l[None, :] >= o_l[:, None], b_D, 0.0)  # [s, t]
+    b_in = tl.exp(tl.cumsum(b_log, 0))
+    if HAS_DOC:
+        b_doc = tl.load(doc + b * T + tl.minimum(t, T - 1))
+        b_before = tl.load(doc + b * T + tl.minimum(tl.maximum(ts - 1, 0), T - 1))
+        b_D = tl.where(b_doc[:, None] == b_doc[None, :], b_D, 0.0)
+        b_in = tl.where(b_doc == b_before, b_in, 0.0)
+    p_d = decays + i_sub * 272
+    tl.store(p_d + o_l[:, None] * 16 + o_l[None, :], b_D)
+    tl.store(p_d + 256 + o_l, b_in)
+
+
+@jit
+def sum_spans(
+    spans, dvx, dt, A, ddt, dA, dprior,
+    dt_b, dt_t, dt_h, ddt_b, ddt_t, ddt_h, T, TP, H,
+    SUBS: tl.constexpr, NW: tl.constexpr,
+):  # fmt: skip
+    """From the gradient kernel's spans: ddt, and for SUBS sub-chunks the parts of dA and dprior [b, h, blocks]."""
+    i_bh = tl.program_id(1).to(tl.int64)
+    b = i_bh // H
+    h = i_bh % H
+    sub = tl.program_id(0).to(tl.int64) * SUBS + tl.arange(0, SUBS)
+    m_sub = (sub * 16 < T)[:, None]
+    lane = tl.arange(0, 32)
+    g = (lane // 4)[None, :]
+    c = (lane % 4)[None, :]
+    o_j = tl.arange(0, 16)
+    j = o_j[:, None]
+    p_s = spans + (i_bh * (TP // 16) + sub)[:, None] * (NW * 448) + lane[None, :]
+    b_q = tl.zeros([SUBS, 16, 32], tl.float32)
+    for k in tl.static_range(14):
+        b_k = tl.load(p_s + k * 32, mask=m_sub, other=0.0)
+        for w in tl.static_range(1, NW):
+            b_k += tl.load(p_s + w * 448 + k * 32, mask=m_sub, other=0.0)
+        if k < 6:  # from s to t
+            t = 2 * c + k % 2 + (8 if k >= 2 else 0)
+            m = (g + (8 if k >= 4 else 0) < j) & (j <= t)
+        elif k < 10:  # from the start to t
+            m = j <= 2 * c + k % 2 + (8 if k >= 8 else 0)
+        elif k < 12:  # from s to the end
+            m = g + (8 if k == 11 else 0) < j
+        else:
+            m = j + g + c >= 0
+        if k < 13:
+            b_q += tl.where(m[None, :, :], b_k[:, None, :], 0.0)
+        else:
+            tl.store(dprior + i_bh * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(b_k, 1), 0))
+    b_q = tl.sum(b_q, 2)  # d log alpha
+    t = sub[:, None] * 16 + o_j[None, :]
+    m_t = t < T
+    b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
+    b_ddt = tl.load(dvx + i_bh * TP + t, mask=m_t, other=0.0) - tl.load(A + h) * b_q
+    tl.store(ddt + b * ddt_b + t * ddt_t + h * ddt_h, b_ddt, mask=m_t)
+    tl.store(dA + i_bh * tl.num_programs(0) + tl.program_id(0), -tl.sum(tl.sum(b_dt * b_q, 1), 0))
 
 
 def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
@@ -92,48 +167,60 @@ def read_out(x, dt, A, B, C, beta, I_prior, doc, states, y, segment):
     )  # fmt: skip
 
 
+def _pairs(v: Tensor) -> Tensor:
+    """B or C `[b, t, 1, n]` as int32 pairs of bfloat16, without a copy where its addresses allow."""
+    if v.data_ptr() % 4 or any(stride % 2 for stride in v.stride()[:-1]):
+        v = v.contiguous()
+    return v.view(torch.int32)
+
+
 def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment):
-    """Step 4 for heads of one group: slot k of adjoints = adjoint of segment k's start from its own tokens."""
+    """Step 4 for heads of one group: slot k of adjoints = adjoint of segment k's start from its own tokens.
+
+    Returns what `segment_gradients` also needs: `rows` and `decays` of `prepare_rows`, and the states at the
+    sub-chunks' starts `[b, h, segments S / 16, p / 8, 2, n, 8]` bfloat16.
+    """
     batch, time, heads, head_dim = x.shape
-    segments = states.shape[2] - 1
-    BP, R, KC = ADJOINT_TILE
-    segment_adjoints_kernel[(triton.cdiv(head_dim, BP), segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, dy, dt if doc is None else doc, states, adjoints,
-        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
-        time, heads, heads, head_dim, segments, segment,
-        BP=BP, R=R, KC=KC, HAS_DOC=doc is not None, num_warps=1,
+    state_size, segments = B.shape[3], adjoints.shape[2] - 1
+    chunks = segments * segment // SUB_CHUNK
+    rows = x.new_empty(batch, heads, chunks, head_dim, ROW_WORDS, dtype=torch.float32)
+    decays = x.new_empty(batch, heads, chunks, 272, dtype=torch.float32)
+    prepare_rows[(chunks, batch * heads)](
+        x, dt, beta, A, dy, dt if doc is None else doc, rows, rows.view(torch.bfloat16), decays,
+        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *dy.stride()[:3], time, heads,
+        P=head_dim, HAS_DOC=doc is not None, num_warps=2,
     )  # fmt: skip
+    starts = x.new_empty(batch, heads, chunks, head_dim // 8, 2, state_size, 8, dtype=torch.bfloat16)
+    B, C = _pairs(B), _pairs(C)
+    segment_adjoints_kernel[(head_dim // 8 * (state_size // 32), segments, batch * heads)](
+        B, C, I_prior, rows, decays, states, starts.view(torch.int32), adjoints,
+        *B.stride()[:3], *C.stride()[:3], time, chunks * SUB_CHUNK, heads, heads, segments, segment,
+        num_warps=1, **ADJOINT_OPTIONS,
+    )  # fmt: skip
+    return rows, decays, starts
 
 
-def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment):
+def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dA, dbeta, dprior, segment):
     """Step 5 for heads of one group; returns dB and dC `[b, h, segments S, n]`."""
     batch, time, heads, head_dim = x.shape
-    state_size, segments = B.shape[3], states.shape[2] - 1
-    padded = segments * segment
-    rows = x.new_empty(3, batch, heads, head_dim, padded, dtype=torch.float32)
-    log_alpha = x.new_empty(batch, heads, padded, dtype=torch.float32)
-    BT = 64
-    transpose_rows[(padded // BT, batch * heads)](
-        x, dt, beta, A, dy, *rows, log_alpha,
-        *x.stride(), *dt.stride(), *beta.stride(), *dy.stride(),
-        time, padded, heads, head_dim, BT=BT, BP=head_dim, num_warps=4,
-    )  # fmt: skip
-    documents = dt
-    if doc is not None:
-        documents = torch.cat((doc, doc[:, -1:].expand(-1, padded - time)), 1)
-    tiles = segments * batch * heads
-    programs = min(tiles, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
-    starts = x.new_empty(programs, segment // SUB_CHUNK, 2, head_dim, state_size, dtype=torch.float32)
-    ends = x.new_empty(programs, 2, head_dim, state_size, dtype=torch.float32)
-    parts = x.new_empty(programs, head_dim, 32 * NUM_WARPS, dtype=torch.float32)
+    state_size, segments = B.shape[3], adjoints.shape[2] - 1
+    rows, decays, starts = prepared
+    chunks = rows.shape[2]
+    padded = chunks * SUB_CHUNK
+    spans = x.new_empty(batch, heads, chunks, NUM_WARPS, SPAN_WORDS, 32, dtype=torch.float32)
+    dvx = x.new_empty(batch, heads, padded, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
-    scalars = x.new_empty(2, batch, heads, segments, dtype=torch.float32)
-    segment_gradients_kernel[(programs,)](
-        x, *rows, log_alpha, dt, A, B, C, I_prior, documents, states, adjoints, starts, ends, parts,
-        dx, dbeta, ddt, *keys, *scalars,
-        *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], *dx.stride()[:3], *ddt.stride(),
-        time, padded, heads, heads, segments, tiles,
-        S=segment, P=head_dim, NW=NUM_WARPS, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
+    B, C = _pairs(B), _pairs(C)
+    segment_gradients_kernel[(segments, batch * heads)](
+        x, dt, B, C, I_prior, rows, decays, starts.view(torch.int32), adjoints, dx, dbeta, dvx, *keys, spans,
+        *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], *dx.stride()[:3],
+        time, padded, heads, heads, segments, segment, num_warps=NUM_WARPS, **OPTIONS,
+    )  # fmt: skip
+    blocks = triton.cdiv(chunks, SPAN_BLOCK)
+    scalars = x.new_empty(2, batch, heads, blocks, dtype=torch.float32)
+    sum_spans[(blocks, batch * heads)](
+        spans, dvx, dt, A, ddt, *scalars, *dt.stride(), *ddt.stride(), time, padded, heads,
+        SUBS=SPAN_BLOCK, NW=NUM_WARPS, num_warps=4,
     )  # fmt: skip
     dA.copy_(scalars[0].sum((0, 2)))
     dprior.copy_(scalars[1].sum((0, 2)))

@@ -680,7 +680,7 @@ def _backward_heads(
         adjoints[:, :, -1].copy_(dfinal[:, heads])
     flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
     if tuned:
-        tuned_segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment)
+        prepared = tuned_segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment)
     else:
         BP = 8
         _segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
@@ -692,8 +692,11 @@ def _backward_heads(
     _pass(adjoints, decay, reverse=True)
     if dinitial is not None:
         dinitial[:, heads].copy_(adjoints[:, :, 0])
-    arguments = (x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment)
-    keys = tuned_segment_gradients(*arguments) if tuned else _gradients_portable(*arguments, dvar, flags)
+    outputs = (dx, ddt, dA, dbeta, dprior, segment)
+    if tuned:
+        keys = tuned_segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, *outputs)
+    else:
+        keys = _gradients_portable(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, *outputs, dvar, flags)
     for part, total in zip(keys, (dB, dC), strict=True):
         part_size, size, block = part[0, 0].numel(), total[0].numel(), 1024
         _reduce_heads[(triton.cdiv(size, block), batch)](

@@ -1,0 +1,181 @@
+"""What the kernels of `hopper_adjoints.py` and `hopper_gradients.py` are made of: one register of a lane at a time.
+
+Every tensor is one 32-bit register of each thread; a pair of bfloat16 is an int32. What moves between lanes does so by
+name, so the layouts of `mma.sync` are in the comments. With g = lane // 4 and c = lane % 4, accumulators and first
+operands hold rows g, g + 8 and columns 2c, 2c + 1 (+ 8), second operands rows 2c, 2c + 1 (+ 8) and column g.
+"""
+
+try:
+    import triton.experimental.gluon.language as gl
+    from triton.experimental import gluon
+
+    jit = gluon.jit
+    # the name differs between Triton 3.6 to 3.8 and 3.9
+    barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+    AVAILABLE = True
+except (ImportError, AttributeError):  # no triton, or a version whose Gluon differs: the portable kernels run
+    from types import SimpleNamespace
+
+    gl, barrier, AVAILABLE = SimpleNamespace(constexpr=lambda value: value), None, False
+
+    def jit(function):
+        """Leave the kernels as plain functions."""
+        return function
+
+
+@jit
+def shared_base(zero):
+    """Address of the program's shared memory, which has one allocation."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 a; mov.u32 a, global_smem; add.u32 $0, a, $1; }", "=r,r", [zero], gl.int32, is_pure=True, pack=1
+    )
+
+
+@jit
+def load4(address):
+    return gl.inline_asm_elementwise(
+        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [address],
+        (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def load4_bits(address):
+    return gl.inline_asm_elementwise(
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [address],
+        (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def load1(address):
+    return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
+
+
+@jit
+def load1_bits(address):
+    return gl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [address], gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def store4(address, v):
+    gl.inline_asm_elementwise(
+        "st.shared.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,r,f,f,f,f", [address, v[0], v[1], v[2], v[3]],
+        gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def store1(address, v):
+    gl.inline_asm_elementwise(
+        "st.shared.f32 [$1], $2; mov.u32 $0, 0;", "=r,r,f", [address, v], gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def copy_async(address, pointer):
+    """16 bytes from global to shared memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.cg.shared.global [$1], [$2], 16; cp.async.commit_group; mov.u32 $0, 0;", "=r,r,l",
+        [address, pointer.to(gl.int64)], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def wait_async(zero):
+    gl.inline_asm_elementwise("cp.async.wait_group 0; mov.u32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def pack(low, high):
+    """Two float32 as a pair of bfloat16."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
+    )
+
+
+@jit
+def times(a, b):
+    """Product of two pairs of bfloat16."""
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, is_pure=True, pack=1)
+
+
+@jit
+def low(pair):
+    return (pair << 16).to(gl.float32, bitcast=True)
+
+
+@jit
+def high(pair):
+    return (pair & -65536).to(gl.float32, bitcast=True)
+
+
+@jit
+def transpose(pair):
+    """An 8 × 8 matrix, row g and columns 2c, 2c + 1 in a lane, transposed."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [pair], gl.int32, is_pure=True, pack=1
+    )
+
+
+@jit
+def mma16(a0, a1, a2, a3, b0, b1, acc):
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+        "{$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, acc[0], acc[1], acc[2], acc[3]],
+        (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def mma8(a0, a1, b0, acc):
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
+        "=f,=f,=f,=f,r,r,r,f,f,f,f", [a0, a1, b0, acc[0], acc[1], acc[2], acc[3]],
+        (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def scaled(v, factor):
+    return (v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor)
+
+
+@jit
+def square4(v):
+    return (times(v[0], v[0]), times(v[1], v[1]), times(v[2], v[2]), times(v[3], v[3]))
+
+
+@jit
+def operand(pointer, pointer8):
+    """[16 tokens, 16 keys] as first operand, from the addresses of tokens g and g + 8, key 2c, in pairs of keys."""
+    return (gl.load(pointer), gl.load(pointer8), gl.load(pointer + 4), gl.load(pointer8 + 4))
+
+
+@jit
+def transpose_operand(v):
+    """The first operand [16, 16] of the transposed matrix."""
+    return (transpose(v[0]), transpose(v[2]), transpose(v[1]), transpose(v[3]))
+
+
+@jit
+def states(a, b, starts, w00, w01, w11, in0, in1, initial):
+    """A state as [32 keys, 16 tokens], four fragments: keys a and b [n, s] times written [s, t], starts [n, p] times
+    their decay [p, t]; the products that wait for each other lie apart.
+    """
+    # operands share registers: a product of (a0, a1, start0, start1) would be one instruction, but four moves
+    v00 = mma8(a[0], a[1], w00, initial)
+    v10 = mma8(b[0], b[1], w00, initial)
+    v01 = mma16(a[0], a[1], a[2], a[3], w01, w11, initial)
+    v11 = mma16(b[0], b[1], b[2], b[3], w01, w11, initial)
+    v00 = mma8(starts[0], starts[1], in0, v00)
+    v10 = mma8(starts[2], starts[3], in0, v10)
+    v01 = mma8(starts[0], starts[1], in1, v01)
+    v11 = mma8(starts[2], starts[3], in1, v11)
+    return v00, v01, v10, v11
