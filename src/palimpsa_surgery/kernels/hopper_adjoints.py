@@ -93,13 +93,12 @@ def segment_adjoints(
     B, C, prior, rows, decays, segment_states, starts, adjoints,
     B_b, B_t, B_g, C_b, C_t, C_g,
     T, TP, H, HPG, NSEG, S,
-    UNROLL: gl.constexpr,
 ):  # fmt: skip
     """Slot k of adjoints [b, h, NSEG + 1, 2, p, n] = adjoint of segment k's start, from its own tokens.
 
     B, C as int32 pairs of keys, their strides in pairs. rows [b, h, TP / 16, p, 64 words], decays
-    [b, h, TP / 16, 272] from `prepare_rows`; segment_states [b, h, NSEG + 1, 2, p, n]. Also M and Ibar before every 16th
-    token: starts [b, h, TP / 16, p / 8, 2, n, p % 8] bfloat16 as int32 pairs.
+    [b, h, TP / 16, 272] from `prepare_rows`; segment_states [b, h, NSEG + 1, 2, p, n]. Also M and Ibar before every
+    16th token: starts [b, h, TP / 16, p / 8, 2, n, p % 8] bfloat16 as int32 pairs.
     """
     N: gl.constexpr = 128
     P: gl.constexpr = 64
@@ -186,34 +185,32 @@ def segment_adjoints(
         ahead = _operands(p_B, p_C, p_d, t0, following, T, B_t, C_t, g, c, warp)
         copy_async(a_copy + (1024 - turn), p_rows + following * (P * 64))
         copy_async(a_copy + (1536 - turn), p_rows + following * (P * 64) + 256)
-        for r_first in range(0, 8, UNROLL):
-            for r_next in gl.static_range(UNROLL):
-                r = r_first + r_next
-                pairs = load4_bits(a_pairs + turn + r * 128)  # pairs v[2c], v[2c + 8], beta[2c], beta[2c + 8]
-                dy = load4(a_dy + turn + r * 128)  # 2c, 2c + 1, 2c + 8, 2c + 9
-                here = g == r
-                half = gl.where(c * 2 == r, 65535, gl.where(c * 2 + 1 == r, -65536, 0))
-                s_in0 = in_g0 & half
-                s_in1 = in_g1 & half
-                w00 = times(e00, pairs[0])
-                w01 = times(e01, pairs[0])
-                w11 = times(e11, pairs[1])
-                b_M00, b_M01, b_M10, b_M11 = states(K0, K1, b_M, w00, w01, w11, s_in0, s_in1, zeros)
-                priors = load4(a_prior)
-                w00 = times(e00, pairs[2])
-                w01 = times(e01, pairs[2])
-                w11 = times(e11, pairs[3])
-                b_I00, b_I01, b_I10, b_I11 = states(KK0, KK1, b_I, w00, w01, w11, s_in0, s_in1, priors)
-                b0 = gl.where(here, pack(dy[0] * x0, dy[1] * x1), 0)
-                b1 = gl.where(here, pack(dy[2] * x2, dy[3] * x3), 0)
-                z0, z1, y0, y1 = _direct_adjoint(b_M00, b_I00, C00)
-                z2, z3, y2, y3 = _direct_adjoint(b_M01, b_I01, C01)
-                E0 = mma16(z0, z1, z2, z3, b0, b1, E0)
-                EI0 = mma16(y0, y1, y2, y3, b0, b1, EI0)
-                z0, z1, y0, y1 = _direct_adjoint(b_M10, b_I10, C10)
-                z2, z3, y2, y3 = _direct_adjoint(b_M11, b_I11, C11)
-                E1 = mma16(z0, z1, z2, z3, b0, b1, E1)
-                EI1 = mma16(y0, y1, y2, y3, b0, b1, EI1)
+        for r in range(8):
+            pairs = load4_bits(a_pairs + turn + r * 128)  # pairs v[2c], v[2c + 8], beta[2c], beta[2c + 8]
+            dy = load4(a_dy + turn + r * 128)  # 2c, 2c + 1, 2c + 8, 2c + 9
+            here = g == r
+            half = gl.where(c * 2 == r, 65535, gl.where(c * 2 + 1 == r, -65536, 0))
+            s_in0 = in_g0 & half
+            s_in1 = in_g1 & half
+            w00 = times(e00, pairs[0])
+            w01 = times(e01, pairs[0])
+            w11 = times(e11, pairs[1])
+            b_M00, b_M01, b_M10, b_M11 = states(K0, K1, b_M, w00, w01, w11, s_in0, s_in1, zeros)
+            priors = load4(a_prior)
+            w00 = times(e00, pairs[2])
+            w01 = times(e01, pairs[2])
+            w11 = times(e11, pairs[3])
+            b_I00, b_I01, b_I10, b_I11 = states(KK0, KK1, b_I, w00, w01, w11, s_in0, s_in1, priors)
+            b0 = gl.where(here, pack(dy[0] * x0, dy[1] * x1), 0)
+            b1 = gl.where(here, pack(dy[2] * x2, dy[3] * x3), 0)
+            z0, z1, y0, y1 = _direct_adjoint(b_M00, b_I00, C00)
+            z2, z3, y2, y3 = _direct_adjoint(b_M01, b_I01, C01)
+            E0 = mma16(z0, z1, z2, z3, b0, b1, E0)
+            EI0 = mma16(y0, y1, y2, y3, b0, b1, EI0)
+            z0, z1, y0, y1 = _direct_adjoint(b_M10, b_I10, C10)
+            z2, z3, y2, y3 = _direct_adjoint(b_M11, b_I11, C11)
+            E1 = mma16(z0, z1, z2, z3, b0, b1, E1)
+            EI1 = mma16(y0, y1, y2, y3, b0, b1, EI1)
         # the next sub-chunk's start
         pairs = load4_bits(a_pairs + turn + g * 128)
         b0 = times(pairs[0], out0)

@@ -1,4 +1,4 @@
-"""What the kernels of `hopper_adjoints.py` and `hopper_gradients.py` are made of: one register of a lane at a time.
+"""What `hopper_adjoints.py` and `hopper_gradients.py` are made of, in Gluon: one register of a lane at a time.
 
 Every tensor is one 32-bit register of each thread; a pair of bfloat16 is an int32. What moves between lanes does so by
 name, so the layouts of `mma.sync` are in the comments. With g = lane // 4 and c = lane % 4, accumulators and first
@@ -25,7 +25,7 @@ except (ImportError, AttributeError):  # no triton, or a version whose Gluon dif
 
 @jit
 def shared_base(zero):
-    """Address of the program's shared memory, which has one allocation."""
+    """Address of the program's shared memory. The program has one allocation, so it begins there."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a; mov.u32 a, global_smem; add.u32 $0, a, $1; }", "=r,r", [zero], gl.int32, is_pure=True, pack=1
     )
@@ -33,6 +33,7 @@ def shared_base(zero):
 
 @jit
 def load4(address):
+    """Four float32 words from shared memory."""
     return gl.inline_asm_elementwise(
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [address],
         (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
@@ -41,6 +42,7 @@ def load4(address):
 
 @jit
 def load4_bits(address):
+    """Four words from shared memory as int32."""
     return gl.inline_asm_elementwise(
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [address],
         (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
@@ -49,16 +51,19 @@ def load4_bits(address):
 
 @jit
 def load1(address):
+    """A float32 word from shared memory."""
     return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
 
 
 @jit
 def load1_bits(address):
+    """A word from shared memory as int32."""
     return gl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [address], gl.int32, is_pure=False, pack=1)
 
 
 @jit
 def store4(address, v):
+    """Four float32 words to shared memory."""
     gl.inline_asm_elementwise(
         "st.shared.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,r,f,f,f,f", [address, v[0], v[1], v[2], v[3]],
         gl.int32, is_pure=False, pack=1,
@@ -67,6 +72,7 @@ def store4(address, v):
 
 @jit
 def store1(address, v):
+    """A float32 word to shared memory."""
     gl.inline_asm_elementwise(
         "st.shared.f32 [$1], $2; mov.u32 $0, 0;", "=r,r,f", [address, v], gl.int32, is_pure=False, pack=1
     )
@@ -83,11 +89,13 @@ def copy_async(address, pointer):
 
 @jit
 def wait_async(zero):
+    """Wait for this thread's copies; a barrier must follow before other threads read them."""
     gl.inline_asm_elementwise("cp.async.wait_group 0; mov.u32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
 
 
 @jit
 def reciprocal(x):
+    """One instruction, 1 ulp."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
 
 
@@ -107,11 +115,13 @@ def times(a, b):
 
 @jit
 def low(pair):
+    """The first of a pair, as float32."""
     return (pair << 16).to(gl.float32, bitcast=True)
 
 
 @jit
 def high(pair):
+    """The second of a pair, as float32."""
     return (pair & -65536).to(gl.float32, bitcast=True)
 
 
@@ -125,6 +135,7 @@ def transpose(pair):
 
 @jit
 def mma16(a0, a1, a2, a3, b0, b1, acc):
+    """acc + a b, a [16, 16], b [16, 8]."""
     return gl.inline_asm_elementwise(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
         "{$10, $11, $12, $13};",
@@ -135,6 +146,7 @@ def mma16(a0, a1, a2, a3, b0, b1, acc):
 
 @jit
 def mma8(a0, a1, b0, acc):
+    """acc + a b, a [16, 8], b [8, 8]."""
     return gl.inline_asm_elementwise(
         "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
         "=f,=f,=f,=f,r,r,r,f,f,f,f", [a0, a1, b0, acc[0], acc[1], acc[2], acc[3]],
@@ -143,12 +155,29 @@ def mma8(a0, a1, b0, acc):
 
 
 @jit
+def mma8_tf32(a, one, acc):
+    """acc += a [16, 8] times ones, a rounded to TF32; which of its elements is where in its row does not matter."""
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $8}, "
+        "{$9, $10, $11, $12};",
+        "=f,=f,=f,=f,r,r,r,r,r,f,f,f,f",
+        [
+            a[0].to(gl.int32, bitcast=True), a[1].to(gl.int32, bitcast=True), a[2].to(gl.int32, bitcast=True),
+            a[3].to(gl.int32, bitcast=True), one.to(gl.int32, bitcast=True), acc[0], acc[1], acc[2], acc[3],
+        ],
+        (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@jit
 def scaled(v, factor):
+    """A fragment times a factor."""
     return (v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor)
 
 
 @jit
 def square4(v):
+    """Squares of four pairs."""
     return (times(v[0], v[0]), times(v[1], v[1]), times(v[2], v[2]), times(v[3], v[3]))
 
 

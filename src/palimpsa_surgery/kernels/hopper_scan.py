@@ -1,4 +1,4 @@
-"""Launches of the tuned kernels of `gluon_scan.py`, for Hopper; `triton_scan.py` asks `fits` and has the portable path.
+"""Launches of the kernels for Hopper; `triton_scan.py` asks `fits` and has the portable path.
 
 Letters as in `triton_scan.py`.
 """
@@ -6,11 +6,11 @@ Letters as in `triton_scan.py`.
 import torch
 from torch import Tensor
 
-from .gluon_scan import AVAILABLE
-from .gluon_scan import read_out as read_out_kernel
 from .hopper_adjoints import segment_adjoints as segment_adjoints_kernel
 from .hopper_gradients import HEAD_DIM, NUM_WARPS, ROW_WORDS, SPAN_WORDS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
+from .hopper_lanes import AVAILABLE
+from .hopper_read_out import read_out as read_out_kernel
 
 try:
     import triton
@@ -33,12 +33,11 @@ BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
 # Value rows of a program, value rows and keys of a lane: the fastest of five.
 READ_OUT_TILE = (16, 4, 8)
-SPAN_BLOCK = 8
+ADJOINT_REGISTERS = 168  # three warps a scheduler: 12.2 ms; without the bound 13.3, with 128 for four warps 12.3
+SPAN_BLOCK = 8  # sub-chunks of a program of `sum_spans`
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
 STATE_COPIES = 2 + BACKWARD_SEGMENT // SUB_CHUNK // 2
 ROW_VALUES = 6  # rows and spans: float32 values for each token and value row
-ADJOINT_OPTIONS = {"UNROLL": 2}
-OPTIONS = {"UNROLL": 1, "EXACT": True}
 
 
 @jit
@@ -195,14 +194,14 @@ def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, s
     segment_adjoints_kernel[(head_dim // 8 * (state_size // 32), segments, batch * heads)](
         B, C, I_prior, rows, decays, states, starts.view(torch.int32), adjoints,
         *B.stride()[:3], *C.stride()[:3], time, chunks * SUB_CHUNK, heads, heads, segments, segment,
-        num_warps=1, **ADJOINT_OPTIONS,
+        num_warps=1, maxnreg=ADJOINT_REGISTERS,
     )  # fmt: skip
     return rows, decays, starts
 
 
 def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dA, dbeta, dprior, segment):
     """Step 5 for heads of one group; returns dB and dC `[b, h, segments S, n]`."""
-    batch, time, heads, head_dim = x.shape
+    batch, time, heads, _ = x.shape
     state_size, segments = B.shape[3], adjoints.shape[2] - 1
     rows, decays, starts = prepared
     chunks = rows.shape[2]
@@ -214,7 +213,7 @@ def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dA, 
     segment_gradients_kernel[(segments, batch * heads)](
         x, dt, B, C, I_prior, rows, decays, starts.view(torch.int32), adjoints, dx, dbeta, dvx, *keys, spans,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], *dx.stride()[:3],
-        time, padded, heads, heads, segments, segment, num_warps=NUM_WARPS, **OPTIONS,
+        time, padded, heads, heads, segments, segment, num_warps=NUM_WARPS,
     )  # fmt: skip
     blocks = triton.cdiv(chunks, SPAN_BLOCK)
     scalars = x.new_empty(2, batch, heads, blocks, dtype=torch.float32)

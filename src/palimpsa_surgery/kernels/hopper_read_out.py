@@ -1,24 +1,6 @@
 """The read-out of `triton_scan.py` (step 3) for Hopper, in Gluon: the same loop with explicit register layouts."""
 
-try:
-    import triton.experimental.gluon.language as gl
-    from triton.experimental import gluon
-
-    jit = gluon.jit
-    AVAILABLE = True
-except (ImportError, AttributeError):  # no triton, or a version whose Gluon differs: the portable kernels run
-    from types import SimpleNamespace
-
-    gl, AVAILABLE = SimpleNamespace(constexpr=None), False
-
-    def jit(function):
-        """Leave the kernels as plain functions."""
-        return function
-
-
-@jit
-def _reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+from .hopper_lanes import gl, jit, reciprocal
 
 
 @jit
@@ -106,6 +88,6 @@ def read_out(
         b_Ia = (b_a * b_Ia + b_c) + b_u * (b_Ba * b_Ba)
         b_Mb = b_a * b_Mb + b_v * b_Bb
         b_Ib = (b_a * b_Ib + b_c) + b_u * (b_Bb * b_Bb)
-        b_y = gl.sum((b_Ma * b_Ca * b_Ib + b_Mb * b_Cb * b_Ia) * _reciprocal(b_Ia * b_Ib), 1)
+        b_y = gl.sum((b_Ma * b_Ca * b_Ib + b_Mb * b_Cb * b_Ia) * reciprocal(b_Ia * b_Ib), 1)
         gl.store(p_y, b_y.to(y.dtype.element_ty))
         p_y += H * P

@@ -1,0 +1,238 @@
+"""Runs the Hopper kernels on the CPU: every register of every lane is an element of a numpy array.
+
+The kernels of `hopper_adjoints.py` and `hopper_gradients.py` see each tensor as one register of each thread, and what
+moves between lanes moves in named instructions. Here those instructions are written down again, from the layouts in
+the PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8, "movmatrix"), so that layouts, addresses and algebra
+are tested without a GPU. Warps run in step: a missing barrier does not show.
+"""
+
+import importlib
+import itertools
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import palimpsa_surgery.kernels
+
+SHARED_WORDS = 32 * 1024
+
+
+class Register(np.ndarray):
+    """A register of each thread, with the methods of a Gluon tensor."""
+
+    def to(self, dtype, bitcast=False):
+        return np.ascontiguousarray(self).view(dtype) if bitcast else self.astype(dtype)
+
+    def __iadd__(self, other):
+        return self + other
+
+    def __imul__(self, other):
+        return self * other
+
+
+def register(values) -> Register:
+    values = np.asarray(values)
+    if values.dtype == np.float64:
+        values = values.astype(np.float32)
+    return values.view(Register)
+
+
+class Pointer:
+    """An address of each thread, or one of all, in elements of a tensor's storage."""
+
+    def __init__(self, flat: torch.Tensor, offset):
+        self.flat, self.offset = flat, offset
+
+    def __add__(self, offset):
+        return Pointer(self.flat, self.offset + np.asarray(offset, dtype=np.int64))
+
+
+def pointer(tensor: torch.Tensor) -> Pointer:
+    flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return Pointer(flat, np.int64(tensor.storage_offset()))
+
+
+def load(address: Pointer, mask=None, other=None) -> Register:
+    offset = np.asarray(address.offset)
+    valid = np.ones(offset.shape, bool) if mask is None else np.broadcast_to(mask, offset.shape)
+    assert (offset[valid] >= 0).all()
+    values = address.flat[torch.from_numpy(np.where(valid, offset, 0))]
+    values = (values.float() if values.is_floating_point() else values).numpy()
+    return register(values if other is None else np.where(valid, values, np.asarray(other, values.dtype)))
+
+
+def float_bits(values) -> np.ndarray:
+    return np.ascontiguousarray(np.asarray(values, dtype=np.float32)).view(np.uint32)
+
+
+def round_bfloat16(values) -> np.ndarray:
+    """The upper half of the nearest bfloat16, as bits of a float32."""
+    bits = float_bits(values).astype(np.uint64)
+    return (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16).astype(np.uint32)
+
+
+def pack(low, high) -> Register:
+    return register(((round_bfloat16(low) >> 16) | round_bfloat16(high)).view(np.int32))
+
+
+def unpack(pair) -> tuple[np.ndarray, np.ndarray]:
+    bits = np.ascontiguousarray(pair).view(np.uint32)
+    return (bits << 16).view(np.float32), (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+class Machine:
+    """The threads of one program, its shared memory, and what stands in for Gluon and the instructions."""
+
+    def __init__(self, threads: int, program: tuple[int, ...]):
+        self.threads, self.program = threads, program
+        self.warp, lane = np.divmod(np.arange(threads), 32)
+        self.row, self.column = np.divmod(lane, 4)
+        self.shared = np.full(SHARED_WORDS, np.nan, np.float32)
+        self.language = types.SimpleNamespace(
+            constexpr=lambda value: value,
+            float32=np.float32,
+            int32=np.int32,
+            int64=np.int64,
+            bfloat16=np.float32,  # `store` rounds to the tensor's type
+            BlockedLayout=lambda *_: None,
+            SwizzledSharedLayout=lambda *_: None,
+            allocate_shared_memory=lambda *_: types.SimpleNamespace(index=self._shared_row),
+            arange=lambda start, end, layout: register(np.arange(start, end, dtype=np.int32)),
+            program_id=lambda axis: register(np.int32(self.program[axis])),
+            minimum=lambda a, b: register(np.minimum(a, b)),
+            maximum=lambda a, b: register(np.maximum(a, b)),
+            cdiv=lambda a, b: register(-(-a // b)),
+            where=self._where,
+            static_range=range,
+            load=load,
+            store=self._store,
+        )
+
+    def instructions(self) -> dict:
+        """By the names that `hopper_lanes.py` gives them."""
+        return {
+            "gl": self.language,
+            "barrier": lambda: None,
+            "shared_base": lambda zero: zero,
+            "load4": lambda address: tuple(register(self.shared[address // 4 + i]) for i in range(4)),
+            "load4_bits": lambda address: tuple(self._word(address // 4 + i) for i in range(4)),
+            "load1": lambda address: register(self.shared[address // 4]),
+            "load1_bits": lambda address: self._word(address // 4),
+            "store4": self._store4,
+            "store1": lambda address, value: self.shared.__setitem__(address // 4, value),
+            "copy_async": self._copy_async,
+            "wait_async": lambda zero: None,
+            "reciprocal": lambda x: register(np.float32(1) / x),
+            "pack": pack,
+            "times": self._times,
+            "low": lambda pair: register(unpack(pair)[0]),
+            "high": lambda pair: register(unpack(pair)[1]),
+            "transpose": self._transpose,
+            "mma16": lambda a0, a1, a2, a3, b0, b1, acc: self._mma((a0, a1, a2, a3), (b0, b1), acc),
+            "mma8": lambda a0, a1, b0, acc: self._mma((a0, a1), (b0,), acc),
+            "mma8_tf32": self._mma_tf32,
+            "_lane_xor": lambda x, distance: register(x[np.arange(self.threads) ^ distance]),
+        }
+
+    @staticmethod
+    def _where(condition, a, b):
+        values = np.where(condition, a, b)
+        integer = np.issubdtype(values.dtype, np.integer)
+        return register(values.astype(np.int64).astype(np.int32) if integer else values)
+
+    def _store(self, address: Pointer, value, mask=None):
+        offset, value = np.broadcast_to(address.offset, self.threads), np.broadcast_to(value, self.threads)
+        chosen = slice(None) if mask is None else np.broadcast_to(mask, self.threads)
+        assert (offset[chosen] >= 0).all()
+        flat = address.flat
+        flat[torch.from_numpy(offset[chosen].copy())] = torch.from_numpy(value[chosen].copy()).to(flat.dtype)
+
+    def _shared_row(self, index):
+        place = slice(index * self.threads, (index + 1) * self.threads)
+        return types.SimpleNamespace(store=lambda value: self.shared.__setitem__(place, value))
+
+    def _word(self, place):
+        return register(np.ascontiguousarray(self.shared[place]).view(np.int32))
+
+    def _store4(self, address, values):
+        assert (address % 16 == 0).all()
+        for i, value in enumerate(values):
+            self.shared[address // 4 + i] = value
+
+    def _copy_async(self, address, source: Pointer):
+        assert (address % 16 == 0).all()
+        assert (source.offset % 4 == 0).all()
+        for i in range(4):
+            words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]
+            self.shared[address // 4 + i] = words.numpy().view(np.float32)
+
+    @staticmethod
+    def _times(a, b):
+        (a_low, a_high), (b_low, b_high) = unpack(a), unpack(b)
+        return pack(a_low * b_low, a_high * b_high)
+
+    def _transpose(self, pair):
+        matrix = np.zeros((self.threads // 32, 8, 8), np.float32)
+        matrix[self.warp, self.row, 2 * self.column], matrix[self.warp, self.row, 2 * self.column + 1] = unpack(pair)
+        return pack(
+            matrix[self.warp, 2 * self.column, self.row], matrix[self.warp, 2 * self.column + 1, self.row]
+        )  # fmt: skip
+
+    def _mma(self, a, b, acc):
+        depth = 8 * len(b)
+        left = np.zeros((self.threads // 32, 16, depth), np.float32)
+        for i, pair in enumerate(a):
+            row, column = self.row + 8 * (i % 2), 2 * self.column + 8 * (i // 2)
+            left[self.warp, row, column], left[self.warp, row, column + 1] = unpack(pair)
+        right = np.zeros((self.threads // 32, depth, 8), np.float32)
+        for i, pair in enumerate(b):
+            row = 2 * self.column + 8 * i
+            right[self.warp, row, self.row], right[self.warp, row + 1, self.row] = unpack(pair)
+        product = left @ right
+        places = ((self.row + 8 * (i // 2), 2 * self.column + i % 2) for i in range(4))
+        return tuple(register(acc[i] + product[self.warp, *place]) for i, place in enumerate(places))
+
+    def _mma_tf32(self, a, one, acc):
+        parts = [(float_bits(v) & np.uint32(0xFFFFE000)).view(np.float32).reshape(-1, 4).sum(1) for v in a]
+        sums = [np.repeat(parts[i] + parts[i + 1], 4) for i in (0, 2)]  # of rows g and g + 8
+        return tuple(register((acc[i] + sums[i // 2]).astype(np.float32)) for i in range(4))
+
+
+class Kernel:
+    """Stands in for a kernel: `kernel[grid](*arguments)` runs its programs one after the other."""
+
+    def __init__(self, name: str, modules: list):
+        self.modules, self.function = modules, getattr(modules[-1], name)
+
+    def __getitem__(self, grid):
+        def run(*arguments, num_warps, maxnreg=None):
+            arguments = [pointer(v) if isinstance(v, torch.Tensor) else v for v in arguments]
+            for program in itertools.product(*(range(size) for size in grid)):
+                machine = Machine(32 * num_warps, program)
+                for module in self.modules:
+                    for name, instruction in machine.instructions().items():
+                        if hasattr(module, name):
+                            setattr(module, name, instruction)
+                self.function(*arguments)
+
+        return run
+
+
+def load_kernels() -> tuple[Kernel, Kernel]:
+    """`segment_adjoints` and `segment_gradients`, loaded a second time, as on a machine that has no Gluon."""
+    package = types.ModuleType("lane_machine_kernels")
+    package.__path__ = [str(Path(palimpsa_surgery.kernels.__file__).parent)]
+    present = sys.modules.get("triton.experimental")
+    sys.modules |= {package.__name__: package, "triton.experimental": None}
+    try:
+        names = ("hopper_lanes", "hopper_rows", "hopper_gradients", "hopper_adjoints")
+        lanes, rows, gradients, adjoints = (importlib.import_module(f"{package.__name__}.{name}") for name in names)
+    finally:
+        if present is None:
+            del sys.modules["triton.experimental"]
+        else:
+            sys.modules["triton.experimental"] = present
+    return Kernel("segment_adjoints", [lanes, adjoints]), Kernel("segment_gradients", [lanes, rows, gradients])
