@@ -1,7 +1,7 @@
 """The Triton kernels against the float64 loop through Triton's interpreter on the CPU.
 
 The interpreter must be chosen before Triton is imported, so one process of its own makes all comparisons. float32 and
-float16 only: the interpreter's bfloat16 products are wrong. The tuned Gluon kernels do not run there.
+float16 only: the interpreter's bfloat16 products are wrong. The Hopper kernels are Gluon: `test_hopper_lanes.py`.
 """
 
 import json

@@ -1,9 +1,6 @@
 """The gradient kernel of `triton_scan.py` (step 5) for Hopper: one register of a lane at a time, in Gluon.
 
-Every tensor here is [128]: one 32-bit register of each thread of 4 warps; a pair of bfloat16 is an int32. What moves
-between lanes does so by name (`_mma16`, `_transpose`, shared memory by address), so the layouts of `mma.sync` are in
-the comments: g = lane // 4, c = lane % 4; accumulators and first operands hold rows g, g + 8 and columns 2c, 2c + 1
-(+ 8), second operands rows 2c, 2c + 1 (+ 8) and column g.
+Every tensor here is [128], one 32-bit register of each thread of 4 warps (`hopper_lanes.py` has the letters g and c).
 
 A program takes one head and one segment, sub-chunks of 16 tokens from last to first, in each all value rows p, eight
 at a time; a warp has 32 keys n. With D[s, t] the decay from s to t, for one row, as [n, t] accumulators (16 a lane):

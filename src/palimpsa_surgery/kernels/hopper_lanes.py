@@ -5,11 +5,14 @@ name, so the layouts of `mma.sync` are in the comments. With g = lane // 4 and c
 operands hold rows g, g + 8 and columns 2c, 2c + 1 (+ 8), second operands rows 2c, 2c + 1 (+ 8) and column g.
 """
 
+import functools
+
 try:
     import triton.experimental.gluon.language as gl
     from triton.experimental import gluon
 
-    jit = gluon.jit
+    # Whatever grows with the sequence is not specialised on: a prompt of another length compiles nothing anew
+    jit = functools.partial(gluon.jit, do_not_specialize=("T", "TP", "NSEG", "dt_b"))
     # the name differs between Triton 3.6 to 3.8 and 3.9
     barrier = getattr(gl, "thread_barrier", None) or gl.barrier
     AVAILABLE = True

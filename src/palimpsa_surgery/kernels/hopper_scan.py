@@ -3,6 +3,8 @@
 Letters as in `triton_scan.py`.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ try:
     import triton
     import triton.language as tl
 
-    jit = triton.jit
+    jit = functools.partial(triton.jit, do_not_specialize=("T", "TP", "dt_b", "ddt_b"))  # as in `triton_scan.py`
 except ImportError:
     from types import SimpleNamespace
 
@@ -28,7 +30,7 @@ except ImportError:
 
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
-# Tokens a segment in the backward pass: the kernels take 71.7 ms in all with 256 and 73.5 with 128.
+# Tokens a segment in the backward pass: the kernels take 57.1 ms in all with 256 and 58.4 with 512.
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
 # Value rows of a program, value rows and keys of a lane: the fastest of five.
