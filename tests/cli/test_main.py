@@ -162,3 +162,23 @@ def test_every_verb_is_a_function_of_the_package():
 def test_the_options_are_these():
     """A changed option is a changed interface: change it here too, and in the changelog."""
     assert {verb: " ".join(names) for verb, names in options().items()} == OPTIONS
+
+
+INTERRUPTED = """
+import builtins, os, signal
+import palimpsa_surgery.__main__ as program
+original = builtins.__import__
+
+def interrupting(name, *arguments, **options):
+    if name.startswith("palimpsa_surgery.cli"):
+        os.kill(os.getpid(), signal.SIGINT)
+    return original(name, *arguments, **options)
+
+builtins.__import__ = interrupting
+program.run()
+"""
+
+
+def test_interrupt_before_anything_is_imported_is_quiet():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -298,3 +298,44 @@ def test_a_model_that_overflows_is_named(make_checkpoint, text_file, tmp_path):
     with pytest.raises(UserError, match=r"model .* layer 1 has time steps that are NaN, infinite or negative"):
         analyze(make_checkpoint(explode), text_file, tmp_path / "a", max_tokens=50, sequence_length=50)
     assert list(tmp_path.iterdir()) == []
+
+
+def _leaves(value, path=()):
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, (*path, key))
+    if path:
+        yield path
+
+
+WINDOWS = {"median_window": 9.0, "paper_median_window": 8.0, "head_medians": [9.0, 7.0]}
+WINDOWS |= {"quantiles": {str(level): 9.0 for level in LEVELS}}
+CONTENT = {
+    "version": 1,
+    "model": "model",
+    "model_fingerprint": "abc",
+    "tokens": 8,
+    "sequence_length": 4,
+    "layers": [{"layer": 0, "kind": "mamba2", **WINDOWS, "position_medians": [9.0, "Infinity"]}],
+    "positions": [0, 2],
+    "calibration_sample": {"input_ids": [[1, 2, 3]]},
+}
+
+
+@pytest.mark.parametrize("path", list(_leaves(CONTENT)), ids=lambda path: ".".join(map(str, path)))
+def test_any_value_of_a_wrong_type_is_one_line(path, tmp_path):
+    file = tmp_path / "analysis.json"
+    file.write_text(json.dumps(CONTENT))
+    Analysis.load(file)
+    for wrong in (None, True, -3, "text", [], {}, [[]], {"a": 1}, 10**400):
+        if (path[0].startswith("model") and wrong == "text") or (path[0] != "layers" and wrong == 10**400):
+            continue  # these may be text, and those as large as they like
+        content = json.loads(json.dumps(CONTENT))
+        inner = content
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = wrong
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError) as error:
+            Analysis.load(file)
+        assert "\n" not in str(error.value), (path, wrong)

@@ -1,5 +1,7 @@
 """Output folders: whole or not at all, and never at the cost of an input."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,43 @@ def test_verbs_keep_their_inputs(verb, cli, tmp_path, kjv, tiny_checkpoint):
     outcome = cli(verb, model, "--data", text, "--output", folder, "--overwrite", *options)
     assert "is or holds the input text.txt" in outcome.error
     assert text.exists()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_permissions_follow_the_umask(umask, tmp_path):
+    """Of temporary folders and private files too, such as safetensors writes."""
+    before = os.umask(umask)
+    try:
+        with fresh_directory(tmp_path / "out") as work:
+            (work / "part").mkdir()
+            (work / "part" / "file").touch(mode=0o600)
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out", *sorted((tmp_path / "out").rglob("*")))]
+    assert modes == [0o777 & ~umask, 0o777 & ~umask, 0o666 & ~umask]
+
+
+def test_a_mount_point_is_refused_before_any_work(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
+    with pytest.raises(UserError, match="disk is a mount point, which cannot be replaced"):
+        check_output_directory(tmp_path / "disk", overwrite=True)
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    left = tmp_path / ".out.abcd1234.partial"
+    left.mkdir()
+    (left / "half").write_text("half")
+    other = tmp_path / ".outer.abcd1234.partial"
+    other.mkdir()
+    with fresh_directory(tmp_path / "out") as living:
+        assert not left.exists()
+        with fresh_directory(tmp_path / "out") as second:
+            assert living.exists()
+            (second / "file").write_text("second")
+        (living / "file").write_text("first")
+        living_name = living.name
+        (tmp_path / "out" / "file").unlink()
+    assert (tmp_path / "out" / "file").read_text() == "first"
+    assert living_name not in {path.name for path in tmp_path.iterdir()}
+    assert other.exists()

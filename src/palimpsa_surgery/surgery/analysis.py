@@ -18,6 +18,7 @@ from palimpsa_surgery.surgery.plots import plot_windows
 from palimpsa_surgery.surgery.progress import track
 from palimpsa_surgery.surgery.selection import DEFAULT_TOP_K, top_layers
 from palimpsa_surgery.surgery.text import check_text_files, iter_token_blocks
+from palimpsa_surgery.surgery.weights import one_line
 from palimpsa_surgery.surgery.windows import WindowStatistics, observing
 
 VERSION = 1
@@ -125,14 +126,14 @@ class Analysis:
             raise UserError(f"analysis {file} cannot be read: {error}") from None
         if not isinstance(content, dict) or not {"version", "layers"} <= content.keys():
             raise UserError(f"{file} is not an analysis (it has no version and layers)")
-        if content["version"] != VERSION:
+        if content["version"] != VERSION or isinstance(content["version"], bool):
             raise UserError(f"analysis {file} is of version {content['version']!r}; this program reads {VERSION}")
         try:
             return cls._from_content(content)
         except KeyError as error:
             raise UserError(f"analysis {file} is damaged: {error} is missing") from None
-        except (TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"analysis {file} is damaged: {error}") from None
+        except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            raise UserError(f"analysis {file} is damaged: {one_line(error)}") from None
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> Self:
@@ -147,8 +148,8 @@ class Analysis:
         if not sample or min(map(len, sample)) < 2:
             raise ValueError("the calibration sample must hold sequences of at least 2 tokens")
         return cls(
-            model=str(content["model"]),
-            model_fingerprint=str(content["model_fingerprint"]),
+            model=_text(content["model"], "model"),
+            model_fingerprint=_text(content["model_fingerprint"], "model_fingerprint"),
             tokens=_whole(content["tokens"], "tokens"),
             sequence_length=_whole(content["sequence_length"], "sequence_length"),
             layers=layers,
@@ -178,6 +179,12 @@ def _json_line(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {value!r}")
+    return value
+
+
 def _whole(value: Any, name: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
@@ -188,7 +195,7 @@ def _window(value: Any) -> float:
     number = math.inf if value == "Infinity" else value
     if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 1:
         raise ValueError(f"a window must be a number of at least 1, got {value!r}")
-    return float(number)
+    return float(number)  # OverflowError for whole numbers beyond 1e308
 
 
 def _layer(index: int, content: dict[str, Any], positions: int) -> LayerWindows:
@@ -205,6 +212,8 @@ def _layer(index: int, content: dict[str, Any], positions: int) -> LayerWindows:
         head_medians=tuple(map(_window, content["head_medians"])),
         position_medians=tuple(map(_window, content["position_medians"])),
     )
+    if not layer.head_medians or not {str(level) for level in LEVELS} <= layer.quantiles.keys():
+        raise ValueError(f"layer {index} lacks head medians or one of the quantiles {LEVELS}")
     if len(layer.position_medians) != positions:
         raise ValueError(f"layer {index} has {len(layer.position_medians)} position medians for {positions} positions")
     return layer
@@ -218,12 +227,17 @@ def resolve_device(device: str | None) -> torch.device:
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    there += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if torch.accelerator.is_available() and (kind := torch.accelerator.current_accelerator().type) != "cuda":
+        there.append(kind)
+    if device not in there:
+        raise UserError(f"device {device!r} cannot be used: those here are {', '.join(there)}")
+    chosen = torch.device(device)
     try:
-        chosen = torch.device(device)
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises any of them
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"device {device!r} cannot be used: {reason}") from None
+        raise UserError(f"device {device!r} cannot be used: {one_line(error)}") from None
     return chosen
 
 
