@@ -185,10 +185,10 @@ def test_interrupted_while_writing_the_final_checkpoint(
         if when == "before-it-appears":
             patch.setattr(checkpoints, "save_checkpoint", interrupt)
         else:
-            write = pipeline._write_run
+            write = pipeline.write_run
             patch.setattr(
                 pipeline,
-                "_write_run",
+                "write_run",
                 lambda f, record: interrupt() if record["stages"][0]["final"] else write(f, record),
             )
         with pytest.raises(KeyboardInterrupt):
@@ -398,6 +398,6 @@ def test_bad_options(checkpoint, small_recipe, tmp_path, options, message):
 
 
 def test_recipe_file_of_the_run_is_yaml_that_runs(checkpoint, small_recipe, whole_run, tmp_path):
-    assert yaml.safe_load((whole_run / pipeline.RECIPE_FILE).read_text())["stages"][1]["sequence_length"] == 64
-    train(checkpoint, whole_run / pipeline.RECIPE_FILE, tmp_path / "again")
+    assert yaml.safe_load((whole_run / "recipe.yaml").read_text())["stages"][1]["sequence_length"] == 64
+    train(checkpoint, whole_run / "recipe.yaml", tmp_path / "again")
     assert_same_bits(tmp_path / "again", whole_run)

@@ -1,0 +1,177 @@
+"""The folder of a run: made, held by one launch, filled with data, and gone on with under the same conditions only."""
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from palimpsa_surgery import ranks
+from palimpsa_surgery._version import __version__
+from palimpsa_surgery.errors import Unavailable, UserError
+from palimpsa_surgery.stages.launch import check_shared_folder
+from palimpsa_surgery.stages.plan import Plan
+from palimpsa_surgery.stages.recipe import Recipe, differences
+from palimpsa_surgery.stages.snapshots import Snapshots
+from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.records import RECIPE_FILE, RUN_FILE, read_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LOCK_FILE = ".lock"
+
+
+def existing_run(output: Path, recipe: Recipe, options: dict) -> dict | None:
+    """The record of the run that `output` holds, if there is one and it may be gone on with."""
+    record = read_run(output)
+    if record is None:
+        check_output_directory(output)
+    else:
+        _check_same_conditions(output, record, recipe, options)
+    return record
+
+
+def check_unchanged(output: Path, record: dict) -> None:
+    """See that nobody changed the record since it was read.
+
+    Raises:
+        UserError: somebody did.
+    """
+    if read_run(output) != record:
+        raise UserError(f"run {output} was changed by another process meanwhile: start again to go on with it")
+
+
+def start_run(plan: Plan, options: dict) -> dict:
+    """Make the run's folder, in which nothing has been done yet."""
+    import torch
+    import transformers
+
+    record = {
+        "version": 1,
+        "recipe": plan.recipe.name,
+        "base": plan.source.name,
+        "base_fingerprint": None,
+        "seed": plan.recipe.seed,
+        **options,
+        "stages": [
+            {
+                "name": part.stage.name,
+                "status": "pending",
+                "folder": part.folder,
+                "steps": part.steps,
+                "tokens": part.tokens,
+                "data": None,
+                "final": None,
+            }
+            for part in plan.stages
+        ],
+        "final": None,
+        "versions": {
+            "palimpsa_surgery": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    with fresh_directory(plan.output) as work:
+        (work / RECIPE_FILE).write_text(plan.recipe.to_yaml(), encoding="utf-8")
+        write_run(work, record)
+    return record
+
+
+def make_ready(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrainedTokenizerBase") -> dict:
+    """Tokenise the data that are needed, then see that the weights are those of the run; return its record."""
+    from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model
+
+    _prepare_data(plan, record, wanted, tokenizer)
+    found = fingerprint(load_model(plan.source))
+    if record["base_fingerprint"] is None:
+        record["base_fingerprint"] = found
+        write_run(plan.output, record)
+    elif found != record["base_fingerprint"]:
+        raise UserError(
+            f"run {plan.output} was started from other weights: fingerprint {record['base_fingerprint']}, "
+            f"checkpoint {plan.source.name} has {found}"
+        )
+    return record
+
+
+def _prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Tokenise the data of the stages that will run; where an earlier call was interrupted, go on.
+
+    Data that turn out to be of no use leave no run behind, if it has not got any further than that.
+    """
+    from palimpsa_surgery.stages.data import prepare
+
+    how = {"scored": plan.recipe.evaluation.tokens, "seed": plan.recipe.seed}
+    try:
+        for index in wanted:
+            part, entry = plan.stages[index], record["stages"][index]
+            if entry["data"] is None:
+                folder = plan.output / part.folder / "data"
+                shutil.rmtree(folder, ignore_errors=True)  # whole, but a kill came before it was recorded
+                entry["data"] = prepare(
+                    part.stage, tokenizer, folder, tokens=part.tokens, place=f"stages[{index}].", **how
+                )
+                write_run(plan.output, record)
+    except Unavailable:
+        raise
+    except UserError:
+        if record["base_fingerprint"] is None:
+            shutil.rmtree(plan.output)
+        raise
+
+
+def write_run(output: Path, record: dict) -> None:
+    """Replace `run.json` in one move, so that a kill leaves the old one or the new one; rank 0 does."""
+    if not ranks.is_first():
+        return
+    draft = output / f".{RUN_FILE}.partial"
+    draft.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, output / RUN_FILE)
+
+
+def _check_same_conditions(output: Path, record: dict, recipe: Recipe, options: dict) -> None:
+    """Refuse to go on with a run under other conditions than it was started under."""
+    try:
+        old = yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"run {output} is damaged: {RECIPE_FILE} cannot be read ({error})") from None
+    changes = [*differences(old, yaml.safe_load(recipe.to_yaml()))]
+    for name, value in options.items():
+        changes += differences(record[name], value, f"--{name.replace('_', '-')}")
+    if changes:
+        raise UserError(f"run {output} was started differently: {'; '.join(changes)} (choose another --output)")
+    names = [entry["name"] for entry in record["stages"]]
+    if names != [entry.name for entry in recipe.stages]:
+        raise UserError(f"run {output} is damaged: {RUN_FILE} has the stages {', '.join(names)}")
+
+
+@contextmanager
+def holding(output: Path) -> Iterator[None]:
+    """Hold a run's folder for this launch; the system lets go of it when rank 0 ends, however it ends."""
+    import fcntl
+
+    def hold() -> None:
+        lock = stack.enter_context((output / LOCK_FILE).open("a"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"run {output} is in use by another process") from None
+
+    with ExitStack() as stack:
+        ranks.first(hold)
+        check_shared_folder(output / LOCK_FILE)
+        yield
+
+
+def discard_work(folder: Path) -> None:
+    """Remove what a stage needs only until it is finished."""
+    Snapshots(folder, keep=1).discard()
+    shutil.rmtree(folder / "data", ignore_errors=True)
