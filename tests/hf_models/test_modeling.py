@@ -117,6 +117,13 @@ def test_cut_and_carried_equals_whole(checkpointing, ids):
         assert_close(model.get_parameter(name).grad, gradient, 1e-4, name)
 
 
+def test_final_states_keep_no_sequence_alive():
+    model = make_model()
+    for state in model(torch.zeros(1, 500, dtype=torch.int64), return_final_states=True).final_states:
+        held = state.conv_state.untyped_storage().nbytes()
+        assert held <= 2 * state.conv_state.numel() * state.conv_state.element_size()
+
+
 def test_initial_states_receive_gradients_under_checkpointing(ids):
     model = make_model().train()
     states = [

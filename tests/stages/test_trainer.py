@@ -188,6 +188,15 @@ def test_too_many_skipped_steps_in_a_row_stop_the_stage(run, recipe_dict, write_
     assert "\n" not in str(error.value)
 
 
+def test_a_gpu_without_memory_is_said_in_one_line(run, small_recipe, small_model, monkeypatch):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(small_model, "forward", refuse)
+    with pytest.raises(UserError, match=r"^stage \S+: out of GPU memory: use a smaller micro_batch_tokens"):
+        run(small_recipe)
+
+
 def test_a_resumed_stage_counts_on(run, recipe_dict, write_recipe, small_model, tmp_path):
     """The second and third step are skipped before the checkpoint at 2 and after it."""
     recipe = changed(recipe_dict, write_recipe, non_finite={"max_consecutive": 1})

@@ -133,3 +133,31 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
     assert (tmp_path / "out" / "file").read_text() == "first"
     assert living_name not in {path.name for path in tmp_path.iterdir()}
     assert other.exists()
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["before the second move", "after it"])
+def test_a_kill_while_replacing_loses_nothing(moved, tmp_path):
+    """The process dies between moving the old folder away and the new one in, or before the old one is removed."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").write_text("old")
+    child = os.fork()
+    if child == 0:
+        rename = Path.rename
+
+        def rename_and_die(self, target):
+            if self.suffix == ".old" or not self.name.endswith(".partial"):
+                return rename(self, target)
+            if moved:
+                rename(self, target)
+            os._exit(9)
+
+        Path.rename = rename_and_die
+        try:
+            with fresh_directory(tmp_path / "out", overwrite=True) as work:
+                (work / "file").write_text("new")
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    check_output_directory(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "file").read_text() == ("new" if moved else "old")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -94,7 +94,11 @@ class Plan:
 
         config = self.source.config
         trained = sum(count for treatment, (_, count) in self.groups.items() if treatment.rate)
-        gpu = "Per GPU; FSDP divides weights and optimizer by the number of GPUs."
+        gradients = _gib(trained * FULL)
+        gpu = (
+            "Per GPU. FSDP divides weights and optimizer by the number of GPUs, but not the gradients of a batch that "
+            f"is accumulated ({gradients}); DDP takes a second copy of them."
+        )
         copies = f"bfloat16 copies of the weights take {_gib(self.parameters * HALF)} more. {_LEFT_OUT}"
         lines = [
             f"Checkpoint {self.source.name}",

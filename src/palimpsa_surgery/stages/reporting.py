@@ -5,6 +5,7 @@ Nothing here draws a random number or changes the model, so a run with reports e
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -168,7 +169,9 @@ def keep_until(path: Path, step: int) -> None:
     """Drop the lines of a log that belong to steps later than `step`, or that a kill cut short."""
     if path.exists():
         kept = [line for line in read_lines(path) if line["step"] <= step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        draft = path.with_suffix(".partial")
+        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(draft, path)
 
 
 def append(path: Path, line: dict) -> None:

@@ -5,12 +5,15 @@
       checkpoint-500/        moved here once all ranks have written, with
         files.json           the step, the layout, and size and hash of every other file
 
-A checkpoint that lost a file, or whose files were changed or cut short, is passed over for the one before it.
+A checkpoint that lost a file, or whose files were cut short or changed where they are looked at, is passed over for
+the one before it. All is on the disk before it is moved to its place, so that a machine that loses power does not
+leave right names with nothing behind them.
 """
 
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.surgery.outputs import write_failure
 
 MANIFEST = "files.json"
-HASHED_BYTES = 1 << 20  # of a longer file only the size is compared: hashing 30 GB would take a minute
+HASHED_BYTES = 1 << 20  # at each end of a file, beside its size: reading all of 30 GB would take a minute
 
 
 class StoredFile(BaseModel):
@@ -33,8 +36,8 @@ class StoredFile(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     bytes: Annotated[int, Field(ge=0)]
-    sha256: str | None
-    """Null for a file of more than HASHED_BYTES."""
+    sha256: str
+    """Of its first and its last HASHED_BYTES."""
 
 
 class Manifest(BaseModel):
@@ -94,7 +97,7 @@ class Snapshots:
 
     def discard(self) -> None:
         """Remove them all, half-written ones included."""
-        for path in (*self.folder.glob("checkpoint-*"), self.staging):
+        for path in (*self._paths(), self.staging):
             shutil.rmtree(path, ignore_errors=True)
 
     def _place(self, step: int, sharded: bool) -> None:
@@ -106,17 +109,24 @@ class Snapshots:
         }
         manifest = Manifest(step=step, processes=ranks.world_size(), sharded=sharded, files=files)
         (written / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        for path in (*written.rglob("*"), written):
+            _sync(path)
         shutil.rmtree(target, ignore_errors=True)  # one of this step that was found damaged
         os.replace(written, target)
+        _sync(self.folder)
         shutil.rmtree(self.staging, ignore_errors=True)
         kept = [path for path, _ in self._whole()[-self.keep :]]
-        for path in self.folder.glob("checkpoint-*"):
+        for path in self._paths():
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def _paths(self) -> list[Path]:
+        """Whatever is named like a checkpoint; a copy that a user made under another name is none."""
+        return [path for path in self.folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+
     def _whole(self) -> list[tuple[Path, Manifest]]:
         """Every checkpoint whose files are as they were written, by step."""
-        found = ((path, _read_manifest(path)) for path in self.folder.glob("checkpoint-*"))
+        found = ((path, _read_manifest(path)) for path in self._paths())
         return sorted(((path, manifest) for path, manifest in found if manifest), key=lambda pair: pair[1].step)
 
 
@@ -133,8 +143,20 @@ def _read_manifest(checkpoint: Path) -> Manifest | None:
     return manifest
 
 
-def _hash(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size <= HASHED_BYTES else None
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(HASHED_BYTES))
+        file.seek(max(file.tell(), path.stat().st_size - HASHED_BYTES))
+        digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _empty(folder: Path) -> None:

@@ -101,6 +101,20 @@ class StageTrainer(ParallelTrainer):
             stage.state, model.config, device=arguments.device, seed=seed, rank=arguments.process_index
         )
 
+    def train(self, *args: object, **kwargs: object) -> object:
+        """Train; see `Trainer.train`.
+
+        Raises:
+            UserError: as the class does, or the GPU's memory does not suffice.
+        """
+        try:
+            return super().train(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"stage {self.stage.name}: out of GPU memory: use a smaller micro_batch_tokens, "
+                f"gradient_checkpointing, or more GPUs with FSDP ({str(error).split('. ')[0]})"
+            ) from error
+
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Return AdamW over the groups of `stages.optimisation`."""
         return build_optimizer(model, self.stage)

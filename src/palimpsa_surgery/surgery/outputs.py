@@ -20,7 +20,8 @@ def check_output_directory(
 ) -> Path:
     """Return `path` as a Path if a new folder may be written there.
 
-    Meant to be called before any expensive work.
+    Meant to be called before any expensive work. What a killed process left of a replacement of this folder is
+    cleared up first: a folder that it had moved away and not yet replaced comes back.
 
     Args:
         path: the folder to come.
@@ -32,6 +33,7 @@ def check_output_directory(
             parent cannot be written to, or replacing it would delete an input or the current folder.
     """
     path = Path(path)
+    _clear_up(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise UserError(f"output {path} exists and is not a folder")
     if os.path.ismount(path):
@@ -64,8 +66,6 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
     path = check_output_directory(path, overwrite=overwrite)
     place = path.absolute().parent
     place.mkdir(parents=True, exist_ok=True)
-    for left in place.glob(f".{glob.escape(path.name)}.{'?' * 8}.partial"):  # as mkdtemp names them
-        _remove_abandoned(left)
     work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=place))
     lock = os.open(work, os.O_RDONLY)
     try:
@@ -81,7 +81,7 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
             except BaseException:
                 old.rename(path)
                 raise
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
         else:
             work.rename(path)
     except BaseException as error:
@@ -110,6 +110,20 @@ def write_failure(error: Exception) -> str | None:
 
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def _clear_up(path: Path) -> None:
+    place, name = path.absolute().parent, f".{glob.escape(path.name)}.{'?' * 8}"  # as mkdtemp names them
+    for left in place.glob(f"{name}.partial"):
+        _remove_abandoned(left)
+    for old in place.glob(f"{name}.old"):
+        if old.with_suffix(".partial").exists():
+            continue  # its process lives
+        with contextlib.suppress(OSError):
+            if os.path.lexists(path):
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(path)
 
 
 def _remove_abandoned(folder: Path) -> None:
