@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import errno
+import fcntl
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,7 +19,7 @@ import yaml
 from rich.console import Console
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages import pipeline
+from palimpsa_surgery.stages import pipeline, run_folder
 from palimpsa_surgery.stages.pipeline import train
 from palimpsa_surgery.stages.recipe import load_recipe
 from palimpsa_surgery.stages.trainer import StageTrainer
@@ -220,6 +223,15 @@ def test_finished_run_is_left_alone(checkpoint, small_recipe, whole_run):
     assert again.already_finished
     assert again.final == whole_run / "02-second" / "final"
     assert {path: path.stat().st_mtime_ns for path in whole_run.rglob("*")} == before
+
+
+def test_a_file_system_without_locks_can_hold_a_run(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="cannot be locked"), run_folder.holding(tmp_path):
+        assert (tmp_path / run_folder.LOCK_FILE).is_file()
 
 
 def test_a_run_in_use_is_left_alone(checkpoint, small_recipe, tmp_path, monkeypatch):

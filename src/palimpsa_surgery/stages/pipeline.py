@@ -117,9 +117,9 @@ def train(
 ) -> Run:
     """Train a checkpoint through a recipe's stages; called again, go on where it stopped.
 
-    Every stage trains all weights in float32 (autocast to bfloat16 on CUDA) with AdamW, and scores the same
-    held-out sequences before and after. On the CPU a resumed run ends with the same bits as one that was never
-    interrupted.
+    Every stage trains all weights, or with `lora` adapters of the kept layers beside the new ones', in float32
+    (autocast to bfloat16 on CUDA) with AdamW, and scores the same held-out sequences before and after. On the CPU a
+    resumed run ends with the same bits as one that was never interrupted.
 
     Called by every process of a launch by torchrun or `accelerate launch`, it divides each batch over them; rank 0
     prepares the data and writes, and `output` must be a folder that all of them see.
@@ -233,7 +233,7 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
             order,
             snapshots,
             steps=part.steps,
-            seed=plan.recipe.seed,
+            seed=(plan.recipe.seed + index) % 2**32,  # no stage repeats the noise of another
             checkpoint_steps=plan.recipe.checkpoint_steps,
             advance=advance,
             report_to=plan.recipe.report_to,

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -162,8 +163,10 @@ def holding(output: Path) -> Iterator[None]:
         lock = stack.enter_context((output / LOCK_FILE).open("a"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(f"run {output} is in use by another process") from None
+        except OSError as error:  # some file systems of clusters have no locks
+            warnings.warn(f"{output} cannot be locked ({error.strerror}): start no second process on it", stacklevel=2)
 
     with ExitStack() as stack:
         ranks.first(hold)
