@@ -113,12 +113,13 @@ def test_only_answers_are_learnt(prepared, instruction_recipe, tokenizer, suffix
     seen = []
     for index in range(len(sequences.tokens)):
         item = sequences[index]
+        assert int(item["seq_idx"][-1]) == 0, "filling is no document of its own"
         for document in range(int(item["seq_idx"][-1]) + 1):
             inside = item["seq_idx"] == document
             ids, labels = item["input_ids"][inside], item["labels"][inside]
-            if len(ids) == 1:  # filling
-                assert labels.tolist() == [IGNORED]
-                continue
+            filling = int((ids == tokenizer.eos_token_id).sum()) - 1
+            assert labels[len(ids) - filling :].tolist() == [IGNORED] * filling
+            ids, labels = ids[: len(ids) - filling], labels[: len(ids) - filling]
             learnt = labels != IGNORED
             assert torch.equal(labels[learnt], ids[learnt])
             assert ids[-1] == tokenizer.eos_token_id

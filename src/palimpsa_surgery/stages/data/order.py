@@ -43,7 +43,8 @@ class Sequences:
         """Return `input_ids [T]` and `labels [T]` (int64), and `seq_idx [T]` (int32) if documents reset.
 
         Labels are not shifted: the model does that. With a reset, a document's first token is no target,
-        for the model has nothing to tell it from.
+        for the model has nothing to tell it from. What fills up a sequence belongs to its last document, so that the
+        state which a row leaves has seen one.
         """
         ids = torch.from_numpy(self.tokens[index].astype(np.int64))
         labels = ids.clone()
@@ -53,7 +54,8 @@ class Sequences:
         if not self.reset:
             return {"input_ids": ids, "labels": labels}
         starts = torch.zeros_like(ids, dtype=torch.bool)
-        starts[1:] = ids[:-1] == self.eos_token_id
+        ends = ids == self.eos_token_id
+        starts[1:] = ends[:-1] & ~ends[1:]
         labels[starts] = IGNORED
         return {"input_ids": ids, "labels": labels, "seq_idx": starts.cumsum(0, dtype=torch.int32)}
 
