@@ -158,7 +158,7 @@ class SyntheticSource(Strict):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seeds the examples."""
     learn: Literal["answer", "all"] = "answer"
-    """Which tokens are targets."""
+    """Which tokens are targets. In a mixture, answers alone hardly count beside text, of which every token is one."""
     options: dict[str, Any] = {}
     """The task's own, such as `haystack: essay` or `keys: 4`."""
 
@@ -201,7 +201,8 @@ class _Share(Strict):
     name: Annotated[str, Field(min_length=1, max_length=40)] | None = None
     """What the plan and the record call this source; null: its set, first file or task."""
     share: Annotated[float, Field(gt=0, le=1)]
-    """Its part of the mixture's tokens."""
+    """Its part of the tokens that are read, those that fill up sequences left out; not of the loss, in which every
+    target weighs the same: a source of which only answers are learnt has less of it."""
     repeat: bool = False
     """Begin again when the source has run out, rather than stop with an error."""
 
