@@ -82,7 +82,7 @@ def test_every_target_of_a_step_weighs_the_same_whatever_the_accumulation(prepar
 
         with quiet_transformers(), monkeypatch.context() as patch:
             patch.setattr(StageTrainer, "_clip_grad_norm", keep)
-            options = {"steps": 1, "seed": 0, "checkpoint_steps": 9, "advance": lambda units: None}
+            options = {"steps": 1, "seed": 0, "checkpoint_steps": 9, "advance": lambda units, text: None}
             StageTrainer(small_model, stage, order, Snapshots(folder, keep=2), **options).train()
         losses[micro] = json.loads((folder / "log.jsonl").read_text().splitlines()[0])["loss"]
 

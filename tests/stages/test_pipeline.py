@@ -376,10 +376,33 @@ def test_output_that_is_something_else(checkpoint, small_recipe, tmp_path, monke
 
 def test_bad_data_leave_no_run_behind(checkpoint, recipe_dict, write_recipe, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')
-    recipe_dict["stages"][1]["data"] = {"kind": "text", "files": ["bad.jsonl"]}
-    with pytest.raises(UserError, match=r"stages\[1\]\.data: .*bad.jsonl:2: no column 'text'"):
+    recipe_dict["stages"][0]["data"] = {"kind": "text", "files": ["bad.jsonl"]}
+    with pytest.raises(UserError, match=r"stages\[0\]\.data: .*bad.jsonl:2: no column 'text'"):
         train(checkpoint, load_recipe(write_recipe(recipe_dict)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_bad_data_of_a_later_stage_cost_an_earlier_one_nothing(
+    checkpoint, recipe_dict, write_recipe, tmp_path, monkeypatch
+):
+    good = '{"text": "a line of text that makes some tokens, and some more of them"}\n' * 80
+    (tmp_path / "bad.jsonl").write_text(good + '{"body": "two"}\n')
+    recipe_dict["stages"][1]["data"] = {"kind": "text", "files": ["bad.jsonl"]}
+    recipe_dict["stages"][1]["tokens"] = 64_000
+    recipe = load_recipe(write_recipe(recipe_dict))
+    with pytest.raises(UserError, match=r"stages\[1\]\.data: .*bad.jsonl:81: no column 'text'"):
+        train(checkpoint, recipe, tmp_path / "run")
+    written = (tmp_path / "run" / "01-first" / "data" / "tokens.bin").stat()
+    assert not (tmp_path / "run" / "02-second" / "data.unfinished").exists(), "no state had been written"
+    (tmp_path / "bad.jsonl").write_text(good)
+    found = []
+
+    def look(plan, record, index, text_tokenizer):
+        found.append((plan.output / plan.stages[index].folder / "data" / "tokens.bin").stat())
+
+    monkeypatch.setattr(pipeline, "run_stage", look)
+    assert train(checkpoint, recipe, tmp_path / "run").did == ("first", "second")
+    assert (found[0].st_ino, found[0].st_mtime_ns) == (written.st_ino, written.st_mtime_ns), "it was not done again"
 
 
 @pytest.mark.parametrize("missing", ["recipe.yaml", "01-first/data"])

@@ -162,6 +162,20 @@ def test_a_source_that_repeats_begins_behind_what_is_held_out(recipe, tokenizer,
     assert not held_out & training
 
 
+def test_a_lap_does_not_read_on_from_a_document_that_was_cut(recipe, tokenizer, tmp_path):
+    data = mixture(held_out=0.1)
+    data["sources"][1] |= {"files": ["c.jsonl"], "repeat": True, "max_tokens": 100}
+    stage = stage_of(recipe(data))
+    counts = prepare(stage, tokenizer, tmp_path / "data", scored=128)
+    assert counts["sources"][1]["laps"] >= 3
+    sequences = Sequences(tmp_path / "data", stage)
+    text = tokenizer.decode(sequences.tokens[sequences.source == 1].reshape(-1))
+    documents = [part for part in text.split("<|endoftext|>")[1:-1] if part]
+    whole = [f"c document number {n} of the file, which is short" for n in range(12)]
+    assert all(any(start.startswith(document) for start in whole) for document in documents)
+    assert len(set(documents) - set(whole)) == 1, "the one that was cut"
+
+
 def test_repeating_a_source_that_is_all_held_out(recipe, tokenizer, tmp_path):
     data = mixture(held_out=0.5)
     data["sources"][1] |= {"files": ["c.jsonl"], "repeat": True}
@@ -247,7 +261,25 @@ def test_a_file_that_lost_its_content_is_not_gone_on_with(recipe, tokenizer, tmp
     (tmp_path / "data.unfinished" / "tokens.bin").unlink()
     with pytest.raises(UserError, match=r"tokens\.bin is damaged"):
         prepare(stage, tokenizer, tmp_path / "data")
+    assert not list(tmp_path.glob("data*")), "its state is of no use"
     prepare(stage, tokenizer, tmp_path / "data")
+
+
+def test_what_goes_wrong_late_loses_nothing(recipe, tokenizer, tmp_path, monkeypatch, words):
+    """A row of a wrong type, or a source that runs out, may come after hours."""
+    stage = stage_of(recipe(mixture()))
+    monkeypatch.setattr(preparation, "SAVE_TOKENS", 128 * 10)
+    rows = (words / "a.jsonl").read_text()
+    (words / "a.jsonl").write_text(rows.replace("a document number 200", '"}\n{"text": 5, "b": "'))
+    with pytest.raises(UserError, match=r"a\.jsonl:202: column 'text' is of type int"):
+        prepare(stage, tokenizer, tmp_path / "data")
+    assert (tmp_path / "data.unfinished" / "state.npz").exists()
+    taken = []
+    take = packing.SequenceStream.take
+    monkeypatch.setattr(packing.SequenceStream, "take", lambda self: taken.append(1) or take(self))
+    with pytest.raises(UserError, match=r"a\.jsonl:202: column 'text' is of type int"):
+        prepare(stage, tokenizer, tmp_path / "data")
+    assert len(taken) < 12, "it went on from the state"
 
 
 def test_full_disk_is_one_line_and_nothing_is_lost(recipe, tokenizer, tmp_path, monkeypatch):
@@ -290,8 +322,10 @@ def test_tokenising_uses_all_cores_and_leaves_the_environment_alone(recipe, toke
 
 KILLED = """
 import os, signal, sys
-from palimpsa_surgery.stages import pipeline
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
 from palimpsa_surgery.stages.data import preparation
+from palimpsa_surgery.stages.recipe import load_recipe
 
 write = preparation._write_state
 
@@ -301,15 +335,30 @@ def killed(*arguments):
 
 preparation.SAVE_TOKENS = 64
 preparation._write_state = killed
-pipeline.train(*sys.argv[1:])
+checkpoint, recipe, data = sys.argv[1:]
+recipe, tokenizer = load_recipe(recipe), PreTrainedTokenizerFast.from_pretrained(checkpoint)
+how = {"tokens": recipe.stages[0].tokens, "scored": recipe.evaluation.tokens, "seed": recipe.seed}
+preparation.prepare(recipe.stages[0], tokenizer, Path(data), **how)
 """
+"""What `train` does in a run's folder, without what it imports before: that takes many times as long."""
 
 
 def test_killed_while_tokenising(finished, tokenizer, tmp_path, monkeypatch):
     checkpoint, recipe = finished.plan.source.path, finished.plan.output.parent / "recipe.yaml"
-    command = [sys.executable, "-c", KILLED, str(checkpoint), str(recipe), str(tmp_path / "run")]
+
+    def stop(*arguments):
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation._Writer, "write", stop)
+        with pytest.raises(Stop):
+            pipeline.train(checkpoint, recipe, tmp_path / "run")
+    data = tmp_path / "run" / "01-first" / "data"
+    command = [sys.executable, "-c", KILLED, str(checkpoint), str(recipe), str(data)]
     assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
-    assert not list((tmp_path / "run").glob("*/data"))
+    assert not data.exists()
+    assert data.with_name("data.unfinished").is_dir()
+    states = []
 
     def compare(plan, record, index, text_tokenizer):
         stage = plan.stages[index].stage
@@ -320,8 +369,15 @@ def test_killed_while_tokenising(finished, tokenizer, tmp_path, monkeypatch):
     def folder_of(plan, index):
         return plan.output / plan.stages[index].folder / "data"
 
+    def read(*arguments, read=preparation._read_state):
+        states.append(read(*arguments))
+        return states[-1]
+
+    monkeypatch.setattr(preparation, "_read_state", read)
     monkeypatch.setattr(pipeline, "run_stage", compare)
     assert pipeline.train(checkpoint, recipe, tmp_path / "run").did == ("first", "second")
+    assert states[0] is not None, "it went on from where it was killed"
+    assert states[1] is None
 
 
 def test_a_mixture_trains(recipe, finished, tmp_path):

@@ -106,7 +106,7 @@ def make_ready(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrain
 def _prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrainedTokenizerBase") -> None:
     """Tokenise the data of the stages that will run; where an earlier call was interrupted, go on.
 
-    Data that turn out to be of no use leave no run behind, if it has not got any further than that.
+    Data that turn out to be of no use leave no run behind, unless some have been tokenised: that may have taken hours.
     """
     from palimpsa_surgery.stages.data import prepare
 
@@ -124,7 +124,7 @@ def _prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTr
     except Unavailable:
         raise
     except UserError:
-        if record["base_fingerprint"] is None:
+        if record["base_fingerprint"] is None and not any(plan.output.glob("*/data*")):
             shutil.rmtree(plan.output)
         raise
 

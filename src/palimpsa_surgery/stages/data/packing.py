@@ -147,7 +147,8 @@ class SequenceStream:
                     waiting += len(parts[-1].ids)
                 if self.limit is not None and self._lap_tokens + len(unit.ids) > self.limit:
                     room = self.limit - self._lap_tokens
-                    unit = Encoded(unit.ids[:room], unit.learn[:room], unit.ends)
+                    # The next lap begins behind it, which must not read on from here.
+                    unit = Encoded(np.append(unit.ids[: room - 1], self.eos), unit.learn[:room])
                 parts.append(unit)
                 waiting += len(unit.ids)
                 self._lap_tokens += len(unit.ids)

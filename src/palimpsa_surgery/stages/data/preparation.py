@@ -101,6 +101,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise a stage's sources into `directory`, which appears whole or not at all.
 
+    What was done up to the last state is kept beside it whatever goes wrong, as `directory` + `.unfinished`.
+
     As many tokens are read as will be trained on, and those held out before them; of a source that is no part of a
     mixture and has fewer, all. What an interrupted call has done is gone on from.
 
@@ -135,7 +137,8 @@ def prepare(
     except Unavailable:
         raise
     except UserError:
-        shutil.rmtree(work)
+        if not (work / _STATE).exists():
+            shutil.rmtree(work)
         raise
     work.rename(directory)
     return counts
@@ -285,6 +288,7 @@ def _opened(path: Path, size: int) -> Iterator[Any]:
     """Open a file to go on writing at `size` bytes, what comes after them being of no use."""
     with path.open("ab") as file:
         if file.tell() < size:
+            (path.parent / _STATE).unlink()  # of no use without it
             raise UserError(f"{path} is damaged: it has lost what was written before an interruption; start again")
         file.truncate(size)
         yield file
