@@ -38,7 +38,8 @@ class SourcePlan:
     name: str
     share: float
     tokens: int
-    """What the stage takes of it, held-out tokens included; a single source may turn out to have fewer."""
+    """What the stage takes of it, held-out tokens and those that fill up sequences included; a single source may turn
+    out to have fewer."""
     origin: str
     """The Hub set and its revision, the files, or the task."""
     hub: bool

@@ -53,6 +53,8 @@ class SequenceStream:
         state = state or {}
         self.sequences: int = state.get("sequences", 0)
         """How many have been taken."""
+        self.tokens: int = state.get("tokens", 0)
+        """Tokens in them, those that fill them up left out."""
         self.counts = Counter(state.get("counts", {}))
         """What has been read: `documents` or `examples`, those left out (`unanswered`, `too_long`), and `laps`, how
         often the source has been begun again."""
@@ -75,6 +77,7 @@ class SequenceStream:
         return {
             "order": self._order,
             "sequences": self.sequences,
+            "tokens": self.tokens,
             "counts": dict(self.counts),
             "position": list(self._position),
             "lap_tokens": self._lap_tokens,
@@ -109,6 +112,7 @@ class SequenceStream:
         self._ids, self._learn = self._ids[self.length :], self._learn[self.length :]
         self._ends = [(end - self.length, position) for end, position in self._ends if end >= self.length]
         self.sequences += 1
+        self.tokens += int(taken.learn.nonzero()[0][-1]) + 1  # an example ends in a target, and filling holds none
         return taken
 
     def _read(self) -> bool:

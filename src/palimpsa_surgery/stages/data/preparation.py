@@ -114,8 +114,9 @@ def prepare(
 
     Returns:
         `sequences`, `tokens` (those of a last, shorter sequence included), `held_out` (tokens), and under `sources`,
-        for each: `name`, `sequences`, and what was read and left out of it (see `SequenceStream.counts`); for a
-        mixture also `share` and `met`, the share that it really has.
+        for each: `name`, `sequences`, `tokens` in them (those that fill them up left out), and what was read and left
+        out of it (see `SequenceStream.counts`); for a mixture also `share` and `met`, the share that it has of all
+        sources' `tokens`.
 
     Raises:
         UserError: a source cannot be read or has run out, or there are not enough data to train and evaluate.
@@ -184,7 +185,7 @@ class _Writer:
         ):
             advance(done * self.length)
             while done < self.wanted:
-                number = next_source(self.shares, [stream.sequences for stream in streams])
+                number = next_source(self.shares, [stream.tokens for stream in streams], self.length)
                 sequence = self._take(streams[number], number)
                 if sequence is None:
                     break
@@ -235,8 +236,8 @@ class _Writer:
                 needed = math.ceil(self.wanted * self.shares[number]) * self.length
                 again = "" if self.fields[number].repeat else " (repeat: true would begin it again)"
                 raise UserError(
-                    f"{name_of(self.fields[number])} ran out after {stream.sequences * self.length + stream.rest:,} of "
-                    f"the {needed:,} tokens that its share of the stage needs{again}{_left_out(stream)}"
+                    f"{name_of(self.fields[number])} ran out after {stream.tokens + stream.rest:,} of about "
+                    f"{needed:,} tokens that its share of the stage needs{again}{_left_out(stream)}"
                 )
         return sequence
 
@@ -258,9 +259,11 @@ class _Writer:
                 f"{len(training)} sequences of {self.length} to train on and {len(held_out)} to evaluate; each needs "
                 f"one{''.join(map(_left_out, streams))}{self._nothing_kept(streams)}"
             )
+        read = sum(stream.tokens for stream in streams)
         sources = [
-            {"name": name_of(fields), "sequences": stream.sequences, **dict(sorted(stream.counts.items()))}
-            | ({"share": fields.share, "met": stream.sequences / sequences} if self.mixed else {})
+            {"name": name_of(fields), "sequences": stream.sequences, "tokens": stream.tokens}
+            | dict(sorted(stream.counts.items()))
+            | ({"share": fields.share, "met": stream.tokens / read} if self.mixed else {})
             for fields, stream in zip(self.fields, streams, strict=True)
         ]
         counts = {"sequences": sequences, "tokens": tokens, "held_out": border, "sources": sources}
