@@ -128,3 +128,34 @@ def test_sources_of_local_files(recipe_dict, write_recipe, finished, tmp_path):
     assert (first.name, first.origin, first.tokens, first.hub) == ("verses.jsonl", "verses.jsonl", 200, False)
     assert second.tokens == 64 + 320
     assert not re.search(r"Download|Hub", printed(plan))
+
+
+CODE = {"kind": "text", "files": ["code.jsonl"]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "noted"),
+    [
+        ({}, {}, False),
+        ({}, {"filter": {"language": "C++"}}, True),
+        ({}, {"group_by": "repo"}, True),
+        ({"filter": {"language": ["C", "C++"]}}, {"filter": {"language": ["C++", "Go"]}}, True),
+        ({"filter": {"language": ["C"]}}, {"filter": {"language": "C++"}}, False),
+        ({}, {"held_out": 0.3}, True),
+        ({}, {"files": ["other.jsonl"]}, False),
+    ],
+    ids=["alike", "filter", "group", "filters-meet", "filters-apart", "more-held-out", "other-file"],
+)
+def test_text_that_one_stage_holds_out_and_another_reads_is_noted(
+    recipe_dict, write_recipe, finished, tmp_path, first, second, noted
+):
+    for name in ("code.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text('{"text": "a", "language": "C", "repo": "r"}\n')
+    one, other = recipe_dict["stages"]
+    one |= {"data": CODE | first, "sequence_length": 64}
+    other["data"] = {"kind": "mixture", "sources": [CODE | second | {"share": 1.0}]}
+    if not noted or "held_out" in second:
+        other["data"] = CODE | second
+    recipe = load_recipe(write_recipe(recipe_dict))
+    plan = train(finished.plan.source.path, recipe, tmp_path / "run", dry_run=True).plan
+    assert ("Stages first and second read code.jsonl in different ways" in " ".join(plan.notes)) is noted

@@ -1,6 +1,8 @@
 """What a training run will do, worked out from configuration alone: no weights are loaded."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from palimpsa_surgery.stages.memory import (
 )
 from palimpsa_surgery.stages.optimisation import ADAPTERS, Treatment, parameters_by_treatment
 from palimpsa_surgery.stages.recipe import ExpectedModel, Recipe, Stage
-from palimpsa_surgery.stages.recipe_data import name_of, origin_of, sources_of
+from palimpsa_surgery.stages.recipe_data import name_of, origin_of, shared_sets, sources_of
 from palimpsa_surgery.stages.recipe_training import Lora
 from palimpsa_surgery.surgery.records import read_surgery
 
@@ -209,6 +211,7 @@ def make_plan(
         for number in range(1, len(recipe.stages) + 1)
     )
     notes = (*source.notes, *notes, *(_lora_note(source, stage) for stage in recipe.stages if stage.lora))
+    notes += tuple(_overlap_notes(stages, recipe.evaluation.tokens))
     return Plan(recipe, source, output, stages, groups, notes)
 
 
@@ -284,6 +287,24 @@ def _lora_note(source: "Source", stage: Stage) -> str:
         f"Stage {stage.name} trains {trained:,} parameters: {adapters:,} in LoRA adapters of rank {stage.lora.rank} on "
         "the kept layers, and the Palimpsa layers; all others are frozen."
     )
+
+
+def _overlap_notes(stages: tuple[StagePlan, ...], scored: int) -> Iterator[str]:
+    """Say which stages may train on what others hold out: documents, unless both read them alike."""
+    from palimpsa_surgery.stages.data.preparation import held_out_tokens
+
+    for one, other in combinations(stages, 2):
+        alike = {
+            (plan.stage.data.model_dump_json(), held_out_tokens(plan.stage, plan.tokens, scored))
+            # Sequences of another length are dealt out to the sources of a mixture in another way.
+            + ((plan.stage.sequence_length,) if plan.stage.data.kind == "mixture" else ())
+            for plan in (one, other)
+        }
+        if len(alike) > 1 and (sets := shared_sets(one.stage.data, other.stage.data)):
+            yield (
+                f"Stages {one.stage.name} and {other.stage.name} read {', '.join(sets)} in different ways, and each "
+                "holds out what it reads first: either may train on text that the other holds out."
+            )
 
 
 def _count_parameters(source: "Source", lora: Lora | None = None) -> dict[Treatment, tuple[int, int]]:

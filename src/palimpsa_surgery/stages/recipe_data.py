@@ -11,6 +11,8 @@ from palimpsa_surgery.surgery.assets import asset_path
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 ROW_SUFFIXES = (".jsonl", ".parquet")
 ASSET_PREFIX = "asset:"
+LOCAL_BUILDERS = ("parquet", "json")
+"""What is no data set of the Hub, but reads files of this machine as one."""
 
 
 class Strict(BaseModel):
@@ -194,7 +196,8 @@ class SyntheticSource(Strict):
 class _HeldOut(Strict):
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.02
     """Fraction of the data, at their start, that is evaluated and never trained on; at most, and where the data
-    are enough, what `evaluation.tokens` scores."""
+    are enough, what `evaluation.tokens` scores. Each stage holds out what it reads first: stages that read one set
+    through other filters, groups or mixtures hold out other documents of it, and the plan says so."""
 
 
 class _Share(Strict):
@@ -292,3 +295,32 @@ def origin_of(source: Source) -> str:
         return ", ".join(local_path(file).name for file in source.files)
     config = f" ({source.hub.config})" if source.hub.config else ""
     return f"{source.hub.dataset}{config} @ {source.hub.revision or 'main'}"
+
+
+def shared_sets(one: Data, other: Data) -> list[str]:
+    """Hub sets and files of which two stages may read the same rows, since no filter keeps them apart."""
+    shared: dict[str, str] = {}
+    for a in (source for _, source in sources_of(one) if isinstance(source, Rows)):
+        for b in (source for _, source in sources_of(other) if isinstance(source, Rows)):
+            if not _disjoint(a, b):
+                theirs = _sets(b)
+                shared |= {key: name for key, name in _sets(a).items() if key in theirs}
+    return list(shared.values())
+
+
+def _sets(source: Rows) -> dict[str, str]:
+    """What a source reads, and what it is called in messages."""
+    if source.hub is None:
+        return {file: local_path(file).name for file in source.files}
+    if source.hub.dataset in LOCAL_BUILDERS:
+        return {pattern: Path(pattern).name for pattern in source.hub.data_files or ()}
+    return {f"hub:{source.hub.dataset}": source.hub.dataset}  # configurations and splits may overlap
+
+
+def _disjoint(one: Rows, other: Rows) -> bool:
+    """Whether no row passes the filters of both."""
+    for column in one.filter.keys() & other.filter.keys():
+        wanted = [value if isinstance(value, list) else [value] for value in (one.filter[column], other.filter[column])]
+        if not any(value in wanted[1] for value in wanted[0]):
+            return True
+    return False
