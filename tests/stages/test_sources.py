@@ -192,7 +192,7 @@ def test_gated_missing_or_unreachable_set_says_what_to_do(source, monkeypatch, c
         reason = cause("no") if cause is ConnectionError else http_error(cause)
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'me/set' is not there") from reason
 
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     with pytest.raises(Unavailable, match=message) as error:
         source("hub", hub={"dataset": "me/set"})
     assert "or name local copies as `files`" in str(error.value)
@@ -204,12 +204,35 @@ def test_hub_arguments_reach_datasets(source, monkeypatch):
         raise ConnectionError
 
     calls = []
-    monkeypatch.setattr(datasets, "load_dataset", record)
+    monkeypatch.setattr(datasets, "load_dataset_builder", record)
     hub = {"dataset": "me/set", "config": "small", "split": "dev", "revision": "v2", "data_files": ["a*.parquet"]}
     with pytest.raises(Unavailable):
         source("hub", hub=hub)
-    options = {"split": "dev", "revision": "v2", "data_files": ["a*.parquet"], "streaming": True}
+    options = {"revision": "v2", "data_files": ["a*.parquet"]}
     assert calls == [(("me/set", "small"), options)]
+
+
+def test_files_of_this_machine_have_no_commit(source):
+    assert source("hub").files.revision is None
+
+
+def test_the_commit_of_a_hub_set_is_recorded_and_gone_on_with(source, files, tokenizer, monkeypatch):
+    """A set of this machine stands for one of the Hub, of which `hash` is the commit (`datasets` looks it up)."""
+    commit = "c0ffee" + 34 * "0"
+    asked, build = [], datasets.load_dataset_builder
+
+    def hub(name, config, revision, data_files):
+        asked.append(revision)
+        builder = build("parquet", data_files=[str(files / "part0.parquet")])
+        builder.hash = revision or commit
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", hub)
+    fields = source("hub", hub={"dataset": "me/set"}).fields
+    stream = SequenceStream(fields, tokenizer, length=8, seed=0)
+    assert stream.revision == commit
+    assert SequenceStream(fields, tokenizer, length=8, seed=0, state=stream.state()).revision == commit
+    assert asked == [None, None, commit]
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,16 @@ class SequenceStream:
         seed: int,
         state: dict[str, Any] | None = None,
     ) -> None:
+        state = state or {}
+        if pinned := state.get("revision"):  # the newest may be another by now
+            fields = fields.model_copy(update={"hub": fields.hub.model_copy(update={"revision": pinned})})
         self.source: Source = open_source(fields, tokenizer, seed=seed)
+        self.revision: str | None = getattr(getattr(self.source, "files", None), "revision", None)
+        """The commit of a set of the Hub."""
         self.length, self.eos = length, tokenizer.eos_token_id
         self.limit: int | None = getattr(fields, "max_tokens", None)
         self.repeats = getattr(fields, "repeat", False)
-        self._laps_allowed = state is not None  # not before it is known what is held out
-        state = state or {}
+        self._laps_allowed = bool(state)  # not before it is known what is held out
         self.sequences: int = state.get("sequences", 0)
         """How many have been taken."""
         self.tokens: int = state.get("tokens", 0)
@@ -75,6 +79,7 @@ class SequenceStream:
     def state(self) -> dict[str, Any]:
         """Everything needed to go on once laps have begun: plain values, and the arrays `ids` and `learn`."""
         return {
+            "revision": self.revision,
             "order": self._order,
             "sequences": self.sequences,
             "tokens": self.tokens,

@@ -115,8 +115,8 @@ def prepare(
     Returns:
         `sequences`, `tokens` (those of a last, shorter sequence included), `held_out` (tokens), and under `sources`,
         for each: `name`, `sequences`, `tokens` in them (those that fill them up left out), and what was read and left
-        out of it (see `SequenceStream.counts`); for a mixture also `share` and `met`, the share that it has of all
-        sources' `tokens`.
+        out of it (see `SequenceStream.counts`); for a set of the Hub also `revision`, its commit; for a mixture also
+        `share` and `met`, the share that it has of all sources' `tokens`.
 
     Raises:
         UserError: a source cannot be read or has run out, or there are not enough data to train and evaluate.
@@ -263,6 +263,7 @@ class _Writer:
         sources = [
             {"name": name_of(fields), "sequences": stream.sequences, "tokens": stream.tokens}
             | dict(sorted(stream.counts.items()))
+            | ({"revision": stream.revision} if stream.revision else {})
             | ({"share": fields.share, "met": stream.tokens / read} if self.mixed else {})
             for fields, stream in zip(self.fields, streams, strict=True)
         ]

@@ -4,6 +4,7 @@ A source is a list of files, each a list of rows, and nothing is shuffled but th
 numbers, from which reading goes on without reading again what came before in other files.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -16,6 +17,7 @@ from palimpsa_surgery.errors import Unavailable, UserError
 from palimpsa_surgery.stages.recipe_data import HubSet, Rows, local_path
 from palimpsa_surgery.surgery.text import iter_rows, value_of
 
+COMMIT = re.compile("[0-9a-f]{40}")
 Row = tuple[str, dict]
 """Where it is, for messages, and its columns."""
 
@@ -36,6 +38,8 @@ class Files(Protocol):
 
     name: str
     """For messages."""
+    revision: str | None
+    """The commit of a set of the Hub."""
 
     def __len__(self) -> int: ...
 
@@ -46,6 +50,8 @@ class Files(Protocol):
 
 class LocalFiles:
     """`.jsonl` and `.parquet` files of this machine."""
+
+    revision = None
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str]) -> None:
         self.paths, self.columns = paths, columns
@@ -73,14 +79,15 @@ class HubFiles:
 
             datasets.disable_progress_bars()  # those of listing files; the stage has one of its own
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as errors, it raises as well
-            self.dataset = datasets.load_dataset(
+            builder = datasets.load_dataset_builder(
                 hub.dataset,
                 hub.config,
-                split=hub.split,
                 revision=hub.revision,
                 data_files=None if hub.data_files is None else list(hub.data_files),
-                streaming=True,
             )
+            self.dataset = builder.as_streaming_dataset(split=hub.split)
+        self.revision: str | None = builder.hash if COMMIT.fullmatch(builder.hash or "") else None
+        """The commit that is read; None of files of this machine, whose hash is of another kind."""
         if found := self.dataset.features:  # else they are known from the rows alone
             for column in columns:
                 value_of(found, column, self.name)
