@@ -16,7 +16,13 @@ from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.surgery import remembrance
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer
 from palimpsa_surgery.surgery.diagnosis import Diagnosis, diagnose
-from palimpsa_surgery.surgery.diagnosis_plots import diagnosis_report, plot_importance_ratio, plot_states, plot_windows
+from palimpsa_surgery.surgery.diagnosis_plots import (
+    diagnosis_report,
+    plot_importance_ratio,
+    plot_perplexity,
+    plot_states,
+    plot_windows,
+)
 from palimpsa_surgery.surgery.position_loss import log_edges, run_sequence
 from palimpsa_surgery.surgery.remembrance import DISTANCES, effective_remembrance, log_spaced, remembrance_starts
 from palimpsa_surgery.surgery.state_statistics import StateStatistics
@@ -339,6 +345,46 @@ def test_a_damaged_diagnosis_is_one_line(text, message, tmp_path):
     (tmp_path / "diagnosis.json").write_text(text)
     with pytest.raises(UserError, match=message):
         Diagnosis.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("loss", "starts"), "abc", "loss.starts: Input should be a valid array"),
+        (("loss", "nll_sums", 0), None, "loss.nll_sums.0: Input should be a valid number"),
+        (("loss", "nll_sums", 0), "NaN", "loss: a number is not finite"),
+        (("loss", "tokens", 0), 0, "loss: a bin is empty"),
+        (("loss", "tokens"), [1], "loss: its lists are not of one length"),
+        (("loss", "ends", 0), 9, "loss: its bins do not follow each other from position 1"),
+        (("model",), 3, "model: Input should be a valid string"),
+        (("model",), "\ud800", "it: Invalid JSON"),
+        (("model_fingerprint",), {}, "model_fingerprint: Input should be a valid string"),
+        (("sequences",), "2", "sequences: Input should be a valid integer"),
+        (("layers",), {}, "layers: Input should be a valid array"),
+        (("layers", 1, "importance"), 5, "layers.1.importance: Input should be"),
+        (("remembrance",), None, "remembrance: Input should be"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_it(place, value, message, diagnosis, tmp_path):
+    path = diagnosis[0].save(tmp_path)
+    content = json.loads(path.read_text())
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError) as error:
+        Diagnosis.load(path)
+    assert f"{path} is damaged: {message}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_perplexities_beyond_any_number_are_drawn(diagnosis, tmp_path):
+    loss = diagnosis[0].loss
+    for name, odd in (("some", (math.inf, *loss.perplexity[1:])), ("all", (math.inf,) * len(loss.perplexity))):
+        plot_perplexity(
+            dataclasses.replace(diagnosis[0], loss=dataclasses.replace(loss, perplexity=odd)), tmp_path / f"{name}.png"
+        )
 
 
 def test_a_missing_diagnosis_is_one_line(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from palimpsa_surgery.errors import UserError
@@ -26,8 +27,9 @@ from palimpsa_surgery.surgery.position_loss import (
 )
 from palimpsa_surgery.surgery.progress import progress_bar
 from palimpsa_surgery.surgery.remembrance import DISTANCES, effective_remembrance, remembrance_starts
-from palimpsa_surgery.surgery.state_statistics import Importance, LayerDiagnosis, StateStatistics
+from palimpsa_surgery.surgery.state_statistics import LayerDiagnosis, StateStatistics
 from palimpsa_surgery.surgery.text import check_text_files
+from palimpsa_surgery.surgery.weights import one_line
 from palimpsa_surgery.surgery.windows import observing
 
 VERSION = 1
@@ -116,22 +118,21 @@ class Diagnosis:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"diagnosis {file} cannot be read: {error}") from None
+            raise UserError(f"diagnosis {file} cannot be read: {one_line(error)}") from None
         if not isinstance(content, dict) or not {"version", "loss"} <= content.keys():
             raise UserError(f"{file} is not a diagnosis (it has no version and loss)")
         if content["version"] != VERSION:
             raise UserError(f"diagnosis {file} is of version {content['version']!r}; this program reads {VERSION}")
+        fields = _decode({name: value for name, value in content.items() if name != "version"})
         try:
-            fields = _decode({name: value for name, value in content.items() if name != "version"})
-            fields["loss"] = PositionLoss(**fields["loss"])
-            fields["remembrance"] = Remembrance(**fields["remembrance"])
-            fields["layers"] = tuple(
-                LayerDiagnosis(**layer | {"importance": layer["importance"] and Importance(**layer["importance"])})
-                for layer in fields["layers"]
-            )
-            return cls(**fields)
-        except (KeyError, TypeError) as error:
-            raise UserError(f"diagnosis {file} is damaged: {error}") from None
+            found = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise UserError(f"diagnosis {file} is damaged: {where}: {one_line(ValueError(first['msg']))}") from None
+        if problem := found.loss.problem():
+            raise UserError(f"diagnosis {file} is damaged: loss: {problem}")
+        return found
 
 
 def _encode(value: Any) -> Any:
@@ -144,11 +145,11 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
-    """Copy parsed JSON with tuples for lists, and numbers for the strings that stand for them."""
+    """Copy parsed JSON with numbers for the strings that stand for them."""
     if isinstance(value, dict):
         return {key: _decode(item) for key, item in value.items()}
     if isinstance(value, list):
-        return tuple(map(_decode, value))
+        return [_decode(item) for item in value]
     return float(value) if value in ("Infinity", "-Infinity", "NaN") else value
 
 

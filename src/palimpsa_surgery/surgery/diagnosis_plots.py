@@ -66,8 +66,7 @@ def plot_perplexity(diagnosis: "Diagnosis", path: Path) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(0.9, loss.ends[-1] * 1.1)
-    settled = perplexity[at >= 16] if at[-1] >= 64 else perplexity
-    axes.set_ylim(settled.min() / 1.6, settled.max() * 1.6)
+    axes.set_ylim(settled_limits([(at, perplexity)], 1.6))
     number_ticks(axes.xaxis, 1, loss.ends[-1])
     number_ticks(axes.yaxis, *axes.get_ylim())
     axes.set_xlabel("position (tokens)")
@@ -75,6 +74,16 @@ def plot_perplexity(diagnosis: "Diagnosis", path: Path) -> None:
     finish(axes)
     figure.suptitle(f"Perplexity by position of {shortened(diagnosis.model)}", fontsize=11)
     figure.savefig(path)
+
+
+def settled_limits(curves: Sequence[tuple[np.ndarray, np.ndarray]], margin: float) -> tuple[float, float]:
+    """Lower and upper end of an axis for perplexities by position: the first, surprising tokens may leave the panel.
+
+    Perplexities that are no finite number, of a model that is broken, leave it too.
+    """
+    values = np.concatenate([perplexity[at >= 16] if at[-1] >= 64 else perplexity for at, perplexity in curves])
+    values = values[np.isfinite(values) & (values > 0)]
+    return (values.min() / margin, values.max() * margin) if len(values) else (1.0, 10.0)
 
 
 def plot_remembrance(diagnosis: "Diagnosis", path: Path) -> None:
@@ -389,11 +398,8 @@ def _loss_table(diagnosis: "Diagnosis") -> Table:
     """Perplexity in bins of two octaves."""
     loss = diagnosis.loss
     table = _table("positions", "perplexity")
-    nll, tokens, starts = np.array(loss.nll), np.array(loss.tokens), np.array(loss.starts)
-    lows = [1, *(1 << power for power in range(4, 63, 2) if 1 << power in loss.starts)]
-    for low, high in zip(lows, [*lows[1:], loss.ends[-1]], strict=True):
-        here = (starts >= low) & (starts < high)
-        table.add_row(f"{low:,} to {high - 1:,}", f"{np.exp(np.average(nll[here], weights=tokens[here])):,.2f}")
+    for low, high in loss.double_octaves():
+        table.add_row(f"{low:,} to {high - 1:,}", f"{loss.perplexity_between(low, high):,.2f}")
     return table
 
 

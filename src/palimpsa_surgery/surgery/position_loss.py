@@ -5,7 +5,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 from pathlib import Path
 
 import torch
@@ -47,6 +47,30 @@ class PositionLoss:
     def nll(self) -> list[float]:
         """Mean negative log likelihood of each bin, in nats."""
         return [total / tokens for total, tokens in zip(self.nll_sums, self.tokens, strict=True)]
+
+    def double_octaves(self) -> list[tuple[int, int]]:
+        """Ranges of positions for a table, [low, high), that begin at 1, 16, 64, 256, ..."""
+        lows = [1, *(1 << power for power in range(4, 63, 2) if 1 << power in self.starts)]
+        return list(zip(lows, [*lows[1:], self.ends[-1]], strict=True))
+
+    def perplexity_between(self, low: int, high: int) -> float:
+        """Perplexity of the tokens of the bins that begin at positions in [low, high); inf beyond any number."""
+        here = [low <= start < high for start in self.starts]
+        total, tokens = (sum(compress(values, here)) for values in (self.nll_sums, self.tokens))
+        return math.exp(total / tokens) if total < 709 * tokens else math.inf
+
+    def problem(self) -> str | None:
+        """Why this cannot be what was measured, if that is so: for what is read from a file."""
+        parts = (self.starts, self.ends, self.tokens, self.nll_sums, self.perplexity)
+        if len({len(part) for part in parts}) > 1 or len(self.standard_errors or self.starts) != len(self.starts):
+            return "its lists are not of one length"
+        if not self.starts or self.starts[0] != 1 or self.starts[1:] != self.ends[:-1]:
+            return "its bins do not follow each other from position 1"
+        if any(start >= end for start, end in zip(self.starts, self.ends, strict=True)) or min(self.tokens) < 1:
+            return "a bin is empty"
+        if not all(map(math.isfinite, self.nll_sums)) or any(value != value for value in self.perplexity):
+            return "a number is not finite"
+        return None
 
 
 class Sequences:
