@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.surgery import comparison as library
+from palimpsa_surgery.surgery import comparison_plots
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer
 from palimpsa_surgery.surgery.comparison import Speed, bytes_of_states, compare
 from palimpsa_surgery.surgery.diagnosis import Diagnosis, diagnose
@@ -223,6 +225,39 @@ def test_the_type_changes_neither_model_nor_text(small_checkpoint, hybrid, text_
         assert (plain.fingerprint, plain.text) == (rounded.fingerprint, rounded.text)
         assert plain.loss.nll_sums != rounded.loss.nll_sums
         assert rounded.state_bytes < plain.state_bytes, "the conv tails are smaller"
+
+
+def test_models_of_different_types_are_measured_in_one():
+    sources = [SimpleNamespace(dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float16)]
+    gpu = torch.device("cuda")
+    assert library._common_dtype(sources, gpu, None) == torch.float32, "the narrowest that holds both"
+    assert library._common_dtype(sources[::2], gpu, None) == torch.float16
+    assert library._common_dtype(sources, gpu, "bfloat16") == torch.bfloat16
+    assert library._common_dtype([], gpu, None) is None
+
+
+def test_bins_of_positions_must_be_the_same(diagnosed, tmp_path):
+    found = Diagnosis.load(diagnosed)
+    loss = {key: (value[0] + value[1], *value[2:]) for key, value in dataclasses.asdict(found.loss).items() if value}
+    loss |= {"starts": (1, *found.loss.starts[2:]), "ends": found.loss.ends[1:]}
+    other = dataclasses.replace(found, model_fingerprint="other", loss=dataclasses.replace(found.loss, **loss))
+    (tmp_path / "other").mkdir()
+    other.save(tmp_path / "other")
+    with pytest.raises(UserError, match="were measured in different bins of positions"):
+        compare([diagnosed, tmp_path / "other"], tmp_path / "out")
+
+
+def test_small_changes_and_names_with_dollars(tmp_path):
+    name = "beasts $a_{b acc"  # which matplotlib would take for a formula, and a broken one
+    items = []
+    for model, value in (("plain", 0.5), ("hybrid", 0.5021)):
+        scores = (Score(name=name, value=value), Score(name="prose", value=900.0, unit="perplexity"))
+        folder = tmp_path / model
+        items.append(save(folder, model=f"$_{model}", model_fingerprint=model, scores=scores, preset="mine"))
+    done = compare(items, tmp_path / "out")
+    lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert f"| {name} | 0.5 | 0.5021 | +0.0021 |" in lines
+    assert [place[1] for place in comparison_plots._drawn_scores(done)] == [name], "900 would leave them no room"
 
 
 def test_the_same_model_twice(small_checkpoint, text_file, tmp_path, quick):

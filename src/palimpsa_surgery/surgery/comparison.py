@@ -4,6 +4,7 @@ import datetime
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from itertools import combinations
 from pathlib import Path
 
@@ -142,7 +143,8 @@ def compare(
         max_length: tokens per sequence of the text, and of the prompt whose speed is measured.
         sequences: of text, at most.
         device: such as "cpu" or "cuda:1"; default: a GPU if there is one.
-        dtype: of the measured models' parameters; default: their own type on a GPU, float32 elsewhere.
+        dtype: of the measured models' parameters; default: on a GPU their own type, or the one that
+            holds those of all; float32 elsewhere.
         overwrite: replace `output` if it is not empty.
 
     Raises:
@@ -172,21 +174,30 @@ def compare(
                 f"{found.model} was diagnosed on {found.sequences} sequences of {found.sequence_length} tokens: give "
                 f"--sequences {found.sequences} --max-length {found.sequence_length}"
             )
+    kind = _common_dtype(list(sources.values()), where, dtype)
     subjects: dict[str, Subject] = {}
     for index, item in enumerate(items):
         result = results[index]
         if result is None:
-            part, kind = measure(sources[index], texts, tokenizer, max_length, sequences, where, dtype)
+            part = measure(sources[index], texts, tokenizer, max_length, sequences, where, kind)
         else:
             part = _subject(result)
         subjects[part.fingerprint] = _merge(subjects.get(part.fingerprint), part, os.fspath(item))
-    done = Comparison(tuple(subjects.values()), device_name(where) if models else None, kind if models else None)
+    done = Comparison(
+        tuple(subjects.values()), device_name(where) if models else None, dtype_name(kind) if kind else None
+    )
     check_comparable(done)
     with fresh_directory(output, overwrite=overwrite) as directory:
         done.save(directory)
         (directory / "comparison.md").write_text(comparison_markdown(done), encoding="utf-8")
         plot_comparison(done, directory / "comparison.png")
     return done
+
+
+def _common_dtype(sources: Sequence[Source], device: torch.device, dtype: str | None) -> torch.dtype | None:
+    """The type that all models are measured in, since speeds in several say nothing; None without models."""
+    kinds = [choose_dtype(dtype, source.dtype, device) for source in sources]
+    return reduce(torch.promote_types, kinds) if kinds else None
 
 
 def read_result(item: str | os.PathLike) -> Evaluation | Diagnosis | None:
@@ -265,6 +276,8 @@ def check_comparable(comparison: Comparison) -> None:
             shapes = [f"{text.sequences} sequences of {text.length} tokens" for text in (one.text, other.text)]
             difference = " against ".join(shapes) if shapes[0] != shapes[1] else "other text or another tokenizer"
             raise UserError(f"{one.name} and {other.name} were measured on different text: {difference}")
+        if one.loss and other.loss and (one.loss.starts, one.loss.ends) != (other.loss.starts, other.loss.ends):
+            raise UserError(f"{one.name} and {other.name} were measured in different bins of positions")
         for preset in one.evaluations.keys() & other.evaluations.keys():
             if difference := _difference(one.evaluations[preset], other.evaluations[preset]):
                 raise UserError(f"{one.name} and {other.name} were evaluated differently on {preset}: {difference}")
@@ -294,18 +307,17 @@ def measure(
     length: int,
     sequences: int,
     device: torch.device,
-    dtype: str | None,
-) -> tuple[Subject, str]:
-    """Measure a model: perplexity by position, speed and bytes of state; and say in which type.
+    dtype: torch.dtype,
+) -> Subject:
+    """Measure a model in a type: perplexity by position, speed and bytes of state.
 
     Raises:
         UserError: the text is too short for one sequence, a prediction is not finite, or there is too little memory.
     """
     texts = Sequences(files, load_tokenizer(source, tokenizer), length=length, at_most=sequences)
     losses = LossByPosition(log_edges(1, length, BINS_PER_OCTAVE))
-    kind = choose_dtype(dtype, source.dtype, device)
     try:
-        model, stored = load_with_fingerprint(source, device=device, dtype=kind)
+        model, stored = load_with_fingerprint(source, device=device, dtype=dtype)
         with progress_bar(f"measuring {Path(source.name).name}", sequences * length) as advance:
             for ids in texts:
                 try:
@@ -318,7 +330,7 @@ def measure(
         speed = measure_speed(model, length)
     except torch.OutOfMemoryError:
         raise UserError(f"{device} has too little memory for {source.name} at {length} tokens") from None
-    subject = Subject(
+    return Subject(
         name=source.name,
         fingerprint=stored,
         parameters=model.num_parameters(),
@@ -328,4 +340,3 @@ def measure(
         speed=speed,
         state_bytes=bytes_of_states(model),
     )
-    return subject, dtype_name(kind)

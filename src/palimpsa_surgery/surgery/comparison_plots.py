@@ -11,7 +11,8 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Group
 from rich.text import Text
 
-from palimpsa_surgery.surgery.diagnosis_plots import centres, finish, number_ticks
+from palimpsa_surgery.surgery.diagnosis_plots import centres, finish, number_ticks, settled_limits
+from palimpsa_surgery.surgery.plots import literal
 from palimpsa_surgery.surgery.results import Score, conditions, format_score, grid, label, markdown_table
 from palimpsa_surgery.surgery.results_table import rich_table
 
@@ -93,17 +94,9 @@ def _perplexities(comparison: "Comparison") -> Section:
     losses = [subject.loss for subject in comparison.subjects]
     first = next(loss for loss in losses if loss is not None)
     text = next(subject.text for subject in comparison.subjects if subject.text is not None)
-    starts = np.array(first.starts)
-    lows = [1, *(1 << power for power in range(4, 63, 2) if 1 << power in first.starts)]
     rows = [_head(comparison, "positions")]
-    for low, high in zip([*lows, 1], [*lows[1:], first.ends[-1], first.ends[-1]], strict=True):
-        here = (starts >= low) & (starts < high)
-        values = [
-            None
-            if loss is None
-            else float(np.exp(np.sum(np.array(loss.nll_sums)[here]) / np.array(loss.tokens)[here].sum()))
-            for loss in losses
-        ]
+    for low, high in [*first.double_octaves(), (1, first.ends[-1])]:
+        values = [None if loss is None else loss.perplexity_between(low, high) for loss in losses]
         rows.append(_row(f"{low:,} to {high - 1:,}", values, ",.2f", relative=True))
     many = "s" if text.sequences > 1 else ""
     return "Perplexity by position", rows, f"{text.sequences} sequence{many} of {text.length:,} tokens of text"
@@ -124,11 +117,17 @@ def _scores(comparison: "Comparison", preset: str) -> Section:
             cells = [f"{label(places[name, column])}{f' at {column}' if column else ''}", *map(format_score, found)]
             if len(found) == 2:
                 both = found[0] is not None and found[1] is not None
-                cells.append(f"{found[1].value - found[0].value:+.2f}" if both else "")
+                cells.append(_difference(found[0], found[1]) if both else "")
             rows.append(cells)
     cut = [e.truncated for e in evaluations if e is not None]
     remark = conditions(first) if len(set(cut)) == 1 else f"{conditions(first)} Documents cut: {cut}."
     return f"Scores, {preset}", rows, remark
+
+
+def _difference(first: Score, second: Score) -> str:
+    """The change of a score; two decimals, as of a percentage, would hide that of a fraction."""
+    change = second.value - first.value
+    return f"{change:+.2f}" if first.unit else f"{change:+.3g}"
 
 
 def plot_comparison(comparison: "Comparison", path: Path) -> None:
@@ -149,7 +148,7 @@ def plot_comparison(comparison: "Comparison", path: Path) -> None:
     axes = figure.subplots(down, across, squeeze=False).flatten()
     for draw, panel in zip(panels, axes, strict=True):
         draw(panel, comparison)
-    names = [name.replace("$", r"\$") for name in comparison.labels]
+    names = [literal(name) for name in comparison.labels]
     handles = [
         axes[0].plot([], [], marker=_MARKERS[i % 6], color=_COLOURS[i % 6], linewidth=1.5, markersize=4)[0]
         for i in range(len(names))
@@ -164,19 +163,19 @@ def _each(comparison: "Comparison") -> "list[tuple[Subject, str, str]]":
 
 
 def _draw_perplexity(axes: Axes, comparison: "Comparison") -> None:
-    settled, last = [], 1
+    curves, last = [], 1
     for subject, colour, marker in _each(comparison):
         if subject.loss is None:
             continue
         loss = subject.loss
         at, perplexity = centres(loss.starts, loss.ends), np.array(loss.perplexity)
         axes.plot(at, perplexity, marker=marker, color=colour, linewidth=1.4, markersize=3)
-        settled += list(perplexity[at >= 16] if at[-1] >= 64 else perplexity)
+        curves.append((at, perplexity))
         last = loss.ends[-1]
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(0.9, last * 1.1)
-    axes.set_ylim(min(settled) / 1.3, max(settled) * 1.3)  # the first, surprising tokens may leave the panel
+    axes.set_ylim(settled_limits(curves, 1.3))
     number_ticks(axes.xaxis, 1, last)
     number_ticks(axes.yaxis, *axes.get_ylim())
     axes.set_xlabel("position (tokens)")
@@ -203,7 +202,10 @@ def _draw_difference(axes: Axes, comparison: "Comparison") -> None:
 
 
 def _drawn_scores(comparison: "Comparison") -> dict[tuple[str, str, str], Score]:
-    """By preset, name and column, one of each score to draw: those in percent, or all if there are none."""
+    """By preset, name and column, one of each score to draw: perplexities only if there is nothing else.
+
+    On one axis with perplexities, accuracies would all lie at zero, and fractions do beside percentages.
+    """
     found = {
         (preset, score.name, score.column): score
         for preset in comparison.presets
@@ -211,7 +213,10 @@ def _drawn_scores(comparison: "Comparison") -> dict[tuple[str, str, str], Score]
         if preset in subject.evaluations
         for score in subject.evaluations[preset].scores
     }
-    return {place: score for place, score in found.items() if score.unit == "%"} or found
+    for unit in ("%", ""):
+        if chosen := {place: score for place, score in found.items() if score.unit == unit}:
+            return chosen
+    return found
 
 
 def _draw_scores(axes: Axes, comparison: "Comparison") -> None:
@@ -225,7 +230,8 @@ def _draw_scores(axes: Axes, comparison: "Comparison") -> None:
                 rows.append(row)
                 values.append(scores[name, column].value)
         axes.plot(values, rows, marker=marker, color=colour, linestyle="none", markersize=5, alpha=0.85)
-    axes.set_yticks(range(len(places)), [f"{name} {column}".strip() for _, name, column in places], fontsize=8)
+    names = [literal(f"{name} {column}".strip()) for _, name, column in places]
+    axes.set_yticks(range(len(places)), names, fontsize=8)
     axes.set_ylim(len(places) - 0.5, -0.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.set_xlabel("score (%)" if all(score.unit == "%" for score in places.values()) else "score")

@@ -256,4 +256,9 @@ def _plain(value: float) -> str:
 def shortened(model: str) -> str:
     """A Hub id as it is, a folder without the folders around it."""
     name = model if model.count("/") == 1 and len(model) <= 48 else Path(model).resolve().name[:48]
-    return name.replace("$", r"\$")  # which matplotlib would take for the start of a formula
+    return literal(name)
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib draws as it is: a dollar would start a formula."""
+    return text.replace("$", r"\$")

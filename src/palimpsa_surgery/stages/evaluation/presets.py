@@ -185,6 +185,10 @@ PRESETS = {
 }
 
 
+_PERPLEXITIES = ("perplexity", "word_perplexity", "byte_perplexity")
+"""lm-eval's metrics that have this unit."""
+
+
 def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
@@ -200,5 +204,6 @@ def file_summary(results: Results, higher_is_better: Mapping[str, Mapping[str, b
                 continue
             name = f"{task} {metric}" + (f" ({kept})" if len(filters) > 1 else "")
             better = higher_is_better.get(task, {}).get(metric)
-            scores.append(Score(name=name, value=value, higher_is_better=better, task=task))
+            unit = "perplexity" if metric in _PERPLEXITIES else ""
+            scores.append(Score(name=name, value=value, unit=unit, higher_is_better=better, task=task))
     return scores
