@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -552,6 +553,19 @@ def test_a_folder_of_odd_files(hybrid, tmp_path):
         (tmp_path / f"{name}.yaml").write_text(content)
     with pytest.raises(UserError, match=r"the tasks in .* cannot be read \(TypeError: "):
         evaluate(hybrid, tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [("[x, gone]", "group g names tasks that are not there: gone"), ("[{task: [x]}]", "group g names a task by ['x']")],
+)
+def test_a_group_of_odd_tasks(tasks, message, hybrid, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(choice_task("x", tmp_path / "rows.jsonl")))
+    (tmp_path / "g.yaml").write_text(f"group: g\ntask: {tasks}\n")
+    for preset in (tmp_path, tmp_path / "g.yaml"):
+        with pytest.raises(UserError, match=re.escape(message)):
+            evaluate(hybrid, preset, tmp_path / "out")
 
 
 def test_an_empty_folder_and_an_answer_that_is_too_long(hybrid, tmp_path):

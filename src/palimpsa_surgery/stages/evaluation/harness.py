@@ -116,14 +116,26 @@ def _task_manager(folders: Sequence[Path], metadata: Mapping[str, Any]) -> "Task
 
 def _top_level(manager: "TaskManager") -> list[str]:
     """Groups that no other group holds, and tasks that no group holds."""
-    index = manager.task_index
     held: set[str] = set()
     for group in manager.all_groups:
-        children = index[group].cfg.get("task") or []
-        for child in [children] if isinstance(children, str) else children:
-            name = child if isinstance(child, str) else child.get("task")
-            held |= index[name].tags if name in manager.all_tags else {name}
+        for name in _children(manager, group):
+            held |= manager.task_index[name].tags if name in manager.all_tags else {name}
     return [name for name in [*manager.all_groups, *manager.all_subtasks] if name not in held]
+
+
+def _children(manager: "TaskManager", group: str) -> list[str]:
+    """Names of the tasks, tags and groups that a group names itself.
+
+    Raises:
+        UserError: one is no name.
+    """
+    children = manager.task_index[group].cfg.get("task") or []
+    names = []
+    for child in [children] if isinstance(children, str) else children:
+        names.append(child.get("task", child.get("group")) if isinstance(child, Mapping) else child)
+        if not isinstance(names[-1], str):
+            raise UserError(f"group {group} names a task by {names[-1]!r}, which is no name")
+    return names
 
 
 def _task_name(file: Path) -> tuple[str, bool]:
@@ -176,6 +188,10 @@ def load_tasks(suite: Suite, metadata: Mapping[str, Any]) -> "list[Task | Group]
     manager = _task_manager(suite.folders, metadata)
     loaded: list[Task | Group] = []
     for name in suite.tasks:
+        if suite.preset is None and name in manager.all_groups:
+            known = {*manager.task_index, *manager.all_tags}
+            if gone := [child for child in _children(manager, name) if child not in known]:
+                raise UserError(f"group {name} names tasks that are not there: {', '.join(gone)}")
         try:
             parts = manager.load([str(suite.file) if suite.file else name])
         except UserError:
