@@ -415,6 +415,8 @@ def test_the_card_shows_results_of_these_weights(hybrid, exported, tmp_path):
     assert "model-index" not in (exported.path / "README.md").read_text()
     with pytest.raises(UserError, match=r"other holds results of other weights, those of models/hybrid"):
         export(hybrid, tmp_path / "again", results=[tmp_path / "mine", tmp_path / "other"])
+    with pytest.raises(UserError, match=r"mine/results.json holds results that are given twice"):
+        export(hybrid, tmp_path / "again", results=[tmp_path / "mine", tmp_path / "mine" / "results.json"])
     assert not (tmp_path / "again").exists()
 
 

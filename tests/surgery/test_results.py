@@ -103,8 +103,10 @@ def test_the_report_fits_80_columns_and_names_what_was_cut():
         (lambda content: content["scores"][0].update(value=None), "is damaged: scores.0.value: input should be"),
         (lambda content: content["scores"][0].update(unit="apples"), "is damaged: scores.0.unit: input should be"),
         (lambda content: content.update(tasks={}), "is damaged: tasks: dictionary should have at least 1 item"),
+        (lambda content: content["scores"][0].update(task="gone"), "of task gone, which is not among the tasks"),
+        (lambda content: content.update(notes={"__float__": []}), "is not valid JSON: __float__ is [], no number"),
     ],
-    ids=["version", "kind", "no-kind", "type", "unknown", "missing", "null", "unit", "empty"],
+    ids=["version", "kind", "no-kind", "type", "unknown", "missing", "null", "unit", "empty", "task", "float"],
 )
 def test_a_damaged_file_is_one_line(change, message, tmp_path):
     path = make_evaluation().save(tmp_path)

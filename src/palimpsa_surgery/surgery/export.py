@@ -113,6 +113,9 @@ def export(
     source = Path(source)
     check_output_directory(output, overwrite=overwrite, inputs=[source, tokenizer, *results])
     evaluations = [Evaluation.load(result) for result in results]
+    for index, result in enumerate(results):
+        if evaluations[index] in evaluations[:index]:
+            raise UserError(f"{os.fspath(result)} holds results that are given twice")
     folder, run = resolve_run(source)
     check_output_directory(output, overwrite=overwrite, inputs=[folder])
     opened = open_source(folder)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.surgery.weights import read_json
@@ -104,6 +104,13 @@ class Evaluation(_Strict):
     tasks: dict[str, TaskResult] = Field(min_length=1)
     notes: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        for score in self.scores:
+            if score.task is not None and score.task not in self.tasks:
+                raise ValueError(f"score {score.name} is of task {score.task}, which is not among the tasks")
+        return self
+
     @property
     def truncated(self) -> int:
         """Documents of all tasks that were cut."""
@@ -137,7 +144,9 @@ class Evaluation(_Strict):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise UserError(f"{file} is damaged: {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+            what = first["msg"].removeprefix("Value error, ")
+            what = f"{what[0].lower()}{what[1:]}"
+            raise UserError(f"{file} is damaged: {f'{where}: {what}' if where else what}") from None
 
 
 def grid(scores: Sequence[Score]) -> tuple[list[str], list[str], dict[tuple[str, str], Score]]:

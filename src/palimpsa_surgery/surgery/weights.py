@@ -168,7 +168,7 @@ def read_json(file: Path) -> dict:
         content = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} holds a JSON {type(content).__name__}, not an object")
@@ -176,7 +176,12 @@ def read_json(file: Path) -> dict:
 
 
 def _special_float(value: dict) -> object:
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+    if value.keys() != {"__float__"}:
+        return value
+    number = value["__float__"]
+    if not isinstance(number, str | float):
+        raise ValueError(f"__float__ is {number!r}, no number")
+    return float(number)
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
