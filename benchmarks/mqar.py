@@ -343,8 +343,9 @@ def main(arguments: list[str] | None = None) -> None:
     shares = options.shares or [1.0] * len(options.lengths)
     if len(shares) != len(options.lengths) or min(shares) <= 0:
         parser.error("--shares needs a positive number for each of --lengths")
-    if min(options.epochs, options.examples, options.batch, options.probe_every, options.probed) < 1:
-        parser.error("--epochs, --examples, --batch, --probe-every and --probed must be at least 1")
+    for name in ("epochs", "examples", "test_examples", "batch", "probe_every", "probed"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.epochs * options.examples < options.batch:
         parser.error("--epochs times --examples must make one batch")
 
@@ -377,7 +378,11 @@ def _write(options: argparse.Namespace, gpu: str, runs: list[Run], phases: list[
     record = {
         "device": gpu,
         "torch": torch.__version__,
-        "options": {name: value for name, value in vars(options).items() if name not in ("device", "output")},
+        "options": {
+            name: None if value == math.inf else value  # JSON has no infinity: None is no limit of time
+            for name, value in vars(options).items()
+            if name not in ("device", "output")
+        },
         "phases": phases,
         "runs": [asdict(run) for run in runs],
     }

@@ -1,5 +1,6 @@
 """`benchmarks/mqar.py`: the models of A.8, its shortcuts against the plain way, and a whole run of a few steps."""
 
+import argparse
 import importlib.util
 import json
 import math
@@ -93,3 +94,9 @@ def test_it_runs_and_reports(mqar, tmp_path, capsys, monkeypatch):
         assert len(run["history"][0]["metaplasticity_ratios"]) == (2 if run["name"] == "Palimpsa-M" else 0)
     for name in ("accuracy.png", "dynamics.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_limit_of_time_is_valid_json(mqar, tmp_path):
+    mqar._write(argparse.Namespace(output=tmp_path, minutes=math.inf, seeds=[0]), "CPU", [], [])
+    record = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert record["options"] == {"minutes": None, "seeds": [0]}

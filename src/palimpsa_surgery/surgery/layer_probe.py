@@ -65,10 +65,12 @@ def probe_layers(
 
     was_training = model.training
     model.eval()
-    with observing(model, observe, layers):
-        output = model(input_ids, seq_idx=seq_idx, return_final_states=True, use_cache=False, logits_to_keep=1)
-        states = output.final_states
-    model.train(was_training)
+    try:
+        with observing(model, observe, layers):
+            output = model(input_ids, seq_idx=seq_idx, return_final_states=True, use_cache=False, logits_to_keep=1)
+            states = output.final_states
+    finally:
+        model.train(was_training)
 
     probes = []
     for layer in layers:
