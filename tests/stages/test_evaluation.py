@@ -587,6 +587,7 @@ def test_an_empty_folder_and_an_answer_that_is_too_long(hybrid, tmp_path):
     [
         ("lm_eval", "eval needs lm_eval, which is not installed"),
         ("lm_eval.models.huggingface", "eval needs lm_eval, which cannot be imported (ModuleNotFoundError: "),
+        ("lm_eval.tasks", "eval needs lm_eval, which cannot be imported (ModuleNotFoundError: "),
         ("wonderwords", "eval needs wonderwords, which is not installed"),
     ],
 )

@@ -48,10 +48,10 @@ def require_lm_eval(packages: Sequence[str] = ()) -> None:
     Raises:
         UserError: one of them is not installed, or cannot be imported.
     """
-    for package in ("lm_eval", "lm_eval.models.huggingface", *packages):
+    for package in ("lm_eval", "lm_eval.models.huggingface", "lm_eval.tasks", "lm_eval.evaluator", *packages):
         try:
             importlib.import_module(package)
-        except Exception as error:  # half an installation fails in any way it likes
+        except (Exception, SystemExit) as error:  # half an installation fails in any way it likes
             absent = isinstance(error, ModuleNotFoundError) and error.name == package.partition(".")[0]
             what = "is not installed" if absent else f"cannot be imported ({type(error).__name__}: {one_line(error)})"
             raise UserError(f"eval needs {package.partition('.')[0]}, which {what}: {INSTALL}") from None
