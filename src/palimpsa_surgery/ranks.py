@@ -27,8 +27,15 @@ _PAUSE = 0.1  # seconds between two looks at the store
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher."""
-    return _number("WORLD_SIZE", 1)
+    """Number of processes that the launcher started; 1 without a launcher.
+
+    Raises:
+        UserError: the environment's WORLD_SIZE and RANK are not those of a launch.
+    """
+    size = _number("WORLD_SIZE", 1)
+    if not rank() < size:
+        raise UserError(f"the environment's RANK is {rank()}, which is not below its WORLD_SIZE, {size}")
+    return size
 
 
 def rank() -> int:
@@ -39,6 +46,11 @@ def rank() -> int:
 def local_world_size() -> int:
     """Number of processes on this machine."""
     return _number("LOCAL_WORLD_SIZE", 1)
+
+
+def local_rank() -> int:
+    """This process's number on this machine."""
+    return _number("LOCAL_RANK", 0)
 
 
 def is_first() -> bool:
@@ -101,33 +113,31 @@ def tell(value: str | None) -> str:
 
 def may_report() -> bool:
     """Whether this process is the first to report a failure: the others have nothing to add, and stay silent."""
-    if world_size() == 1:
-        return True
     try:
-        return _store().add("reports", 1) == 1
+        return world_size() == 1 or _store().add("reports", 1) == 1
+    except UserError:  # the environment does not say which process this is
+        return True
     except (RuntimeError, OSError, ValueError):  # nobody keeps the store: it was never reached, or rank 0 is gone
         return is_first()
 
 
 def another_reported() -> bool:
     """Whether some process has said already why the run ends."""
-    if world_size() == 1:
-        return False
     try:
-        return _store().add("reports", 0) > 0
+        return world_size() > 1 and _store().add("reports", 0) > 0
     except (RuntimeError, OSError, ValueError):
         return False
 
 
-def leave() -> None:
-    """Take leave of the other processes; for the end of a program, whatever its end.
+def leave() -> bool:
+    """Take leave of the other processes, if there are any, and say if there were; for the end of a program.
 
     Where no agent of a launcher keeps the store, it lives in rank 0, which stays until the others have left, or for
     LEAVE_PATIENCE seconds if one of them cannot.
     """
-    if world_size() == 1:
-        return
     try:
+        if world_size() == 1:
+            return False
         store = _store()
         left = store.add("left", 1)
         deadline = time.monotonic() + LEAVE_PATIENCE
@@ -135,8 +145,11 @@ def leave() -> None:
         while kept_here and left < world_size() and time.monotonic() < deadline:
             time.sleep(_PAUSE)
             left = store.add("left", 0)
+    except UserError:  # the environment is not that of a launch
+        return False
     except (RuntimeError, OSError, ValueError):  # nobody keeps it any more
-        return
+        pass
+    return True
 
 
 def _number(name: str, default: int) -> int:

@@ -13,6 +13,7 @@ import torch
 import yaml
 from accelerate.utils import DistributedType
 
+from palimpsa_surgery.cli.main import run
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.launch import Share, check_honoured, check_request, share
 from palimpsa_surgery.stages.recipe import Recipe
@@ -200,8 +201,10 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params is not supported"),
         (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set gradient_checkpointing in the recipe"),
         (FSDP, "on the CPU accelerate silently makes DDP of it"),
+        ({"WORLD_SIZE": "2"}, "but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"LOCAL_RANK": "1"}, "but not RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
     ],
-    ids=["one-of-several", "deepspeed", "fsdp1", "offload", "checkpointing", "no-gpu"],
+    ids=["one-of-several", "deepspeed", "fsdp1", "offload", "checkpointing", "no-gpu", "no-launch", "left-over"],
 )
 def test_requests_that_cannot_be_met(monkeypatch, environment, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -209,6 +212,24 @@ def test_requests_that_cannot_be_met(monkeypatch, environment, message):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         check_request()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "0"}, "RANK is 0, which is not below its WORLD_SIZE, 0"),
+        ({"RANK": "3"}, "RANK is 3, which is not below its WORLD_SIZE, 1"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE must be a whole number, got '-1'"),
+    ],
+)
+def test_environments_of_no_launch_end_in_one_line(tmp_path, monkeypatch, capfd, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["", "train", "hybrid", "--recipe", "demo", "--output", str(tmp_path / "run")])
+    with pytest.raises(SystemExit, match="2"):
+        run()
+    assert capfd.readouterr().err == f"error: the environment's {message}\n"
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_processes_than_gpus(monkeypatch):

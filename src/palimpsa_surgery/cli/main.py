@@ -108,8 +108,7 @@ def _report(line: str) -> None:
 def run() -> None:
     """Entry point of the console script."""
     status = main()
-    ranks.leave()
-    if ranks.world_size() > 1:
+    if ranks.leave():
         sys.stdout.flush()
         os._exit(status)  # a process group is not taken down in order once one has failed, and trying may hang
     sys.exit(status)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SHARED_FOLDER_PATIENCE = 60.0
 """Seconds until what one node wrote must be visible on the others."""
 
+_OF_A_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What every launcher tells each of several processes, and the libraries underneath need."""
+
 _UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -78,6 +81,13 @@ def check_request() -> None:
     """
     import torch
 
+    if ranks.world_size() > 1 or os.environ.get("LOCAL_RANK"):
+        if missing := [name for name in _OF_A_LAUNCH if not os.environ.get(name)]:
+            raise UserError(
+                f"the environment has WORLD_SIZE or LOCAL_RANK, but not {', '.join(missing)}: start the processes by "
+                "torchrun or accelerate launch, or unset what is left of another launch"
+            )
+        ranks.local_rank()
     for variable, name in _UNSUPPORTED.items():
         if _flag(variable):
             raise UserError(f"{name} was asked for, which is not supported: use DDP or FSDP2")
