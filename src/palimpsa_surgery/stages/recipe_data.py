@@ -13,12 +13,21 @@ ROW_SUFFIXES = (".jsonl", ".parquet")
 ASSET_PREFIX = "asset:"
 LOCAL_BUILDERS = ("parquet", "json")
 """What is no data set of the Hub, but reads files of this machine as one."""
+LARGEST_NUMBER = 2**53
+"""Whole numbers are no larger: up to here all that is computed with them is exact, in any library."""
 
 
 class Strict(BaseModel):
-    """Frozen; no unknown keys, no silent conversions ("10B" is not a number), no infinities."""
+    """Frozen; no unknown keys, no silent conversions ("10B" is not a number), nothing infinite or uncountable."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, int) and value > LARGEST_NUMBER:
+            raise UserError(f"must be no more than {LARGEST_NUMBER}")
+        return value
 
 
 def _resolve_file(name: str, info: ValidationInfo) -> str:
@@ -65,8 +74,15 @@ class HubSet(Strict):
     split: Annotated[str, Field(min_length=1)] = "train"
     revision: str | None = None
     """Branch, tag or commit; null: the newest."""
-    data_files: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    data_files: Annotated[tuple[str, ...] | None, Field(min_length=1, validate_default=True)] = None
     """Only the files that match these patterns; null: all of the split."""
+
+    @field_validator("data_files")
+    @classmethod
+    def _check_files(cls, patterns: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        if patterns is None and (dataset := info.data.get("dataset", "/")) in LOCAL_BUILDERS:
+            raise UserError(f"required, since {dataset} reads files of this machine")
+        return patterns
 
 
 class Rows(Strict):

@@ -29,6 +29,10 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise UserError(f"recipe {path} is nested too deeply") from None
+    except UserError:
+        raise
+    except (ValueError, LookupError, AttributeError) as error:  # of PyYAML's own, for dates and numbers that are none
+        raise UserError(f"recipe {path} holds a value that cannot be read: {error}") from None
 
 
 def _parse(text: str) -> Any:
