@@ -46,6 +46,16 @@ def instruction_recipe(recipe_dict, write_recipe, tmp_path):
     return make
 
 
+@pytest.mark.parametrize(
+    ("file", "content"), [("data.json", "{"), ("data.json", '{"type": 3}'), ("data.json", "[]"), ("tokens.bin", "abcd")]
+)
+def test_damaged_data_are_one_line(prepared, small_recipe, tmp_path, file, content):
+    prepared(small_recipe)
+    (tmp_path / "data" / file).write_text(content)
+    with pytest.raises(UserError, match=f"^{tmp_path / 'data'} is damaged: .+$"):
+        Sequences(tmp_path / "data", small_recipe.stages[0])
+
+
 PAIRS = [(f"What is {n} {{and}} one?", f"It is {n + 1}, I say.") for n in range(8)]
 
 

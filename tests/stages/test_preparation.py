@@ -21,6 +21,7 @@ from palimpsa_surgery.stages import pipeline
 from palimpsa_surgery.stages.data import IGNORED, Sequences, check_data, packing, preparation, prepare, sources
 from palimpsa_surgery.stages.data.mixture import next_source
 from palimpsa_surgery.stages.data.preparation import data_bytes, token_type
+from palimpsa_surgery.stages.held_out import evaluate
 from palimpsa_surgery.stages.recipe import load_recipe
 
 
@@ -78,6 +79,19 @@ def recipe(recipe_dict, write_recipe, words):
 
 def stage_of(recipe):
     return recipe.stages[0]
+
+
+def test_a_held_out_sample_without_a_target_is_refused(recipe, tokenizer, small_model, tmp_path):
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": "<|endoftext|>a"}) + "\n")
+    data = {"kind": "text", "files": ["short.jsonl"], "held_out": 0.5}
+    stage = stage_of(recipe(data, sequence_length=2, batch_tokens=2, tokens=2))
+    tokens = np.array([tokenizer.eos_token_id, 64, 64, 64], dtype=np.uint16)
+    (tmp_path / "data").mkdir()
+    tokens.tofile(tmp_path / "data" / "tokens.bin")
+    about = {"eos_token_id": tokenizer.eos_token_id, "type": "uint16", "held_out": 2}
+    (tmp_path / "data" / "data.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="none of the 1 held-out sequences that are scored holds anything to predict"):
+        evaluate(small_model, Sequences(tmp_path / "data", stage), max_tokens=2, batch_size=1)
 
 
 def test_a_mixture_on_disk(recipe, tokenizer, tmp_path):

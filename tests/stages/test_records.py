@@ -132,6 +132,8 @@ def test_log_that_was_edited(run, line):
     whole = path.read_text()
     path.write_text(whole + line + "\n")
     assert error_of(read_lines, path).startswith(f"{path}, line 6: not a line of this log")
+    path.write_bytes(whole.encode() + b"\xff\xfe\n")
+    assert error_of(read_lines, path).startswith(f"{path}, line 6: not a line of this log")
     path.write_text(whole + line)  # cut short by a kill
     assert [entry["step"] for entry in read_lines(path)] == [1, 2, 3, 4, 5]
     keep_until(path, 3)

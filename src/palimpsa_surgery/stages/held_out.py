@@ -53,7 +53,7 @@ def evaluate(model: "PreTrainedModel", sequences: Sequences, *, max_tokens: int,
         from one to before the other), `tokens`, `loss` and `perplexity`; bins without a target are left out.
 
     Raises:
-        UserError: the loss is not finite.
+        UserError: the loss is not finite, or nothing in the sample is a target.
     """
     chosen = held_out_sample(sequences, max_tokens)
     edges = octaves(sequences.tokens.shape[1])
@@ -74,6 +74,8 @@ def evaluate(model: "PreTrainedModel", sequences: Sequences, *, max_tokens: int,
                 counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
     together = sum_over_ranks(*sums.tolist(), *counts.tolist(), device=model.device)
     sums, counts = together[: len(sums)], together[len(sums) :]
+    if not sum(counts):
+        raise UserError(f"none of the {len(chosen)} held-out sequences that are scored holds anything to predict")
     mean = sum(sums) / sum(counts)
     if not math.isfinite(mean):
         raise UserError(f"the held-out loss is {mean}: the model's weights are of no use")

@@ -153,7 +153,7 @@ def read_lines(path: Path) -> list[dict]:
     """
     schema = {LOG_FILE: LogLine, LAYERS_FILE: LayersLine}[path.name]
     found = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         if line.endswith("\n"):
             complaint = f"{path}, line {number}: not a line of this log"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.recipe import Stage
 
 IGNORED = -100
@@ -21,9 +22,19 @@ IGNORED = -100
 
 
 class Sequences:
-    """The sequences that `prepare` wrote, as model inputs; read from disk when asked for."""
+    """The sequences that `prepare` wrote, as model inputs; read from disk when asked for.
+
+    Raises:
+        UserError: they are not as they were written.
+    """
 
     def __init__(self, directory: Path, stage: Stage) -> None:
+        try:
+            self._open(directory, stage)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{directory} is damaged: {' '.join(str(error).split())}") from error
+
+    def _open(self, directory: Path, stage: Stage) -> None:
         about = json.loads((directory / "data.json").read_text())
         self.eos_token_id: int = about["eos_token_id"]
         self.reset = stage.packing.reset_at_documents
