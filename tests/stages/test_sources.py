@@ -13,7 +13,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from helpers import http_error
 from palimpsa_surgery.errors import Unavailable, UserError
-from palimpsa_surgery.stages.data import packing
+from palimpsa_surgery.stages.data import packing, prepare
 from palimpsa_surgery.stages.data.packing import SequenceStream
 from palimpsa_surgery.stages.data.rows import Position
 from palimpsa_surgery.stages.data.sources import GROUP_JOINT, open_source
@@ -216,7 +216,9 @@ def test_files_of_this_machine_have_no_commit(source):
     assert source("hub").files.revision is None
 
 
-def test_the_commit_of_a_hub_set_is_recorded_and_gone_on_with(source, files, tokenizer, monkeypatch):
+def test_the_commit_of_a_hub_set_is_recorded_and_gone_on_with(
+    recipe_dict, write_recipe, files, tokenizer, tmp_path, monkeypatch
+):
     """A set of this machine stands for one of the Hub, of which `hash` is the commit (`datasets` looks it up)."""
     commit = "c0ffee" + 34 * "0"
     asked, build = [], datasets.load_dataset_builder
@@ -228,7 +230,12 @@ def test_the_commit_of_a_hub_set_is_recorded_and_gone_on_with(source, files, tok
         return builder
 
     monkeypatch.setattr(datasets, "load_dataset_builder", hub)
-    fields = source("hub", hub={"dataset": "me/set"}).fields
+    data = {"kind": "text", "hub": {"dataset": "me/set"}}
+    sizes = {"sequence_length": 4, "batch_tokens": 4, "tokens": 4}
+    recipe_dict["stages"] = [recipe_dict["stages"][0] | sizes | {"data": data}]
+    stage = load_recipe(write_recipe(recipe_dict)).stages[0]
+    assert prepare(stage, tokenizer, tmp_path / "data")["sources"][0]["revision"] == commit
+    fields = stage.data
     stream = SequenceStream(fields, tokenizer, length=8, seed=0)
     assert stream.revision == commit
     assert SequenceStream(fields, tokenizer, length=8, seed=0, state=stream.state()).revision == commit
