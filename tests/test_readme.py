@@ -86,8 +86,9 @@ def test_the_commands_evaluate_it(exported, tiny_checkpoint, monkeypatch):
         "doc_to_target": "label",
     }
     Path("my-tasks.yaml").write_text(yaml.safe_dump(task))
+    Path("other.yaml").write_text(yaml.safe_dump(task | {"task": "other"}))  # a card takes a task's scores once
     assert main(["replace", str(tiny_checkpoint), "--top-k", "0", "--output", "control"]) == 0
-    ours = {"commonsense": "my-tasks.yaml", "ruler": "my-tasks.yaml", "65536": "64", "32768": "64"}
+    ours = {"commonsense": "my-tasks.yaml", "ruler": "other.yaml", "65536": "64", "32768": "64"}
     short = {"diagnose": ["--sequences", "1", "--remembrance-points", "2"], "compare": ["--sequences", "1"]}
     monkeypatch.setattr("palimpsa_surgery.surgery.speed._DECODED", 2)
     monkeypatch.setattr("palimpsa_surgery.surgery.diagnosis.plot_diagnosis", lambda *_: None)  # the slowest part
