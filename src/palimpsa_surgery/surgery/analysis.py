@@ -16,6 +16,7 @@ from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_t
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
 from palimpsa_surgery.surgery.plots import plot_windows
 from palimpsa_surgery.surgery.progress import track
+from palimpsa_surgery.surgery.records import read_saved
 from palimpsa_surgery.surgery.selection import DEFAULT_TOP_K, top_layers
 from palimpsa_surgery.surgery.text import check_text_files, iter_token_blocks
 from palimpsa_surgery.surgery.weights import one_line
@@ -116,18 +117,7 @@ class Analysis:
         Raises:
             UserError: there is none, or the file is damaged, of another version or something else.
         """
-        path = Path(path)
-        file = path / ANALYSIS_FILE if path.is_dir() else path
-        if not file.is_file():
-            raise UserError(f"there is no analysis at {path} (expected {ANALYSIS_FILE} in a folder, or the file)")
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"analysis {file} cannot be read: {error}") from None
-        if not isinstance(content, dict) or not {"version", "layers"} <= content.keys():
-            raise UserError(f"{file} is not an analysis (it has no version and layers)")
-        if content["version"] != VERSION or isinstance(content["version"], bool):
-            raise UserError(f"analysis {file} is of version {content['version']!r}; this program reads {VERSION}")
+        file, content = read_saved(path, ANALYSIS_FILE, kind="analysis", key="layers", version=VERSION)
         try:
             return cls._from_content(content)
         except KeyError as error:

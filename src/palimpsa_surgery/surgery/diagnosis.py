@@ -26,6 +26,7 @@ from palimpsa_surgery.surgery.position_loss import (
     run_sequence,
 )
 from palimpsa_surgery.surgery.progress import progress_bar
+from palimpsa_surgery.surgery.records import read_saved
 from palimpsa_surgery.surgery.remembrance import DISTANCES, effective_remembrance, remembrance_starts
 from palimpsa_surgery.surgery.state_statistics import LayerDiagnosis, StateStatistics
 from palimpsa_surgery.surgery.text import check_text_files
@@ -111,18 +112,7 @@ class Diagnosis:
         Raises:
             UserError: there is none, or the file is damaged, of another version or something else.
         """
-        path = Path(path)
-        file = path / DIAGNOSIS_FILE if path.is_dir() else path
-        if not file.is_file():
-            raise UserError(f"there is no diagnosis at {path} (expected {DIAGNOSIS_FILE} in a folder, or the file)")
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"diagnosis {file} cannot be read: {one_line(error)}") from None
-        if not isinstance(content, dict) or not {"version", "loss"} <= content.keys():
-            raise UserError(f"{file} is not a diagnosis (it has no version and loss)")
-        if content["version"] != VERSION:
-            raise UserError(f"diagnosis {file} is of version {content['version']!r}; this program reads {VERSION}")
+        file, content = read_saved(path, DIAGNOSIS_FILE, kind="diagnosis", key="loss", version=VERSION)
         fields = _decode({name: value for name, value in content.items() if name != "version"})
         try:
             found = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)

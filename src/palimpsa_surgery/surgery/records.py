@@ -5,6 +5,7 @@ the field.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -205,6 +206,56 @@ def read_surgery(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     return checked(_json(path), SurgeryRecord, f"{path} is not the record of a surgery")
+
+
+def saved_file(path: str | os.PathLike, name: str, absent: str) -> Path:
+    """The file that is meant by its own path or by that of its folder.
+
+    Args:
+        name: of the file in a folder.
+        absent: what to say if there is none, such as "there is no analysis".
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(path)
+    file = path / name if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{absent} at {path} (expected {name} in a folder, or the file)")
+    return file
+
+
+def check_version(content: dict[str, Any], version: int, file: str) -> None:
+    """See that a file is of the version that this release reads; `file` names it in the message.
+
+    Raises:
+        UserError: it is of another one.
+    """
+    if content.get("version") != version or isinstance(content["version"], bool):
+        raise UserError(f"{file} is of version {content.get('version')!r}; this program reads {version}")
+
+
+def read_saved(path: str | os.PathLike, name: str, *, kind: str, key: str, version: int) -> tuple[Path, dict[str, Any]]:
+    """Return the file of an analysis or diagnosis and its content.
+
+    Args:
+        path, name: as for `saved_file`.
+        kind: the word for what it holds.
+        key: what stands in each such file, beside the version, and makes it one.
+
+    Raises:
+        UserError: there is none, it cannot be read, or it is of another version or something else.
+    """
+    article = "an" if kind[0] in "aeiou" else "a"
+    file = saved_file(path, name, f"there is no {kind}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{kind} {file} cannot be read: {one_line(error)}") from None
+    if not isinstance(content, dict) or not {"version", key} <= content.keys():
+        raise UserError(f"{file} is not {article} {kind} (it has no version and {key})")
+    check_version(content, version, f"{kind} {file}")
+    return file, content
 
 
 Checked = TypeVar("Checked")

@@ -12,6 +12,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.surgery.records import check_version, saved_file
 from palimpsa_surgery.surgery.weights import read_json
 
 VERSION = 1
@@ -130,15 +131,11 @@ class Evaluation(_Strict):
         Raises:
             UserError: there is none, or the file is damaged, of another version or something else.
         """
-        path = Path(path)
-        file = path / RESULTS_FILE if path.is_dir() else path
-        if not file.is_file():
-            raise UserError(f"there are no results at {path} (expected {RESULTS_FILE} in a folder, or the file)")
+        file = saved_file(path, RESULTS_FILE, "there are no results")
         content = read_json(file)
         if content.get("kind") != "evaluation":
             raise UserError(f"{file} is not the result of an evaluation by `eval`")
-        if content.get("version") != VERSION:
-            raise UserError(f"{file} is of version {content.get('version')!r}; this program reads {VERSION}")
+        check_version(content, VERSION, str(file))
         try:
             return cls.model_validate_json(json.dumps(content))
         except ValidationError as error:
