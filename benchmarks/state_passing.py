@@ -38,7 +38,7 @@ ARMS = {
     "tbtt": Tbtt(kind="tbtt"),
 }
 HELD_OUT = 0.08  # of the tokens, in blocks spread over them, so that both see the same kinds of text
-HELD_OUT_BLOCKS = 16
+HELD_OUT_BLOCKS = 4  # few and long, so that a position of a window is not always the same text
 PIECE = 2048  # tokens of a row in a forward pass of the evaluation
 ROWS = 32  # of such a pass
 WARMUP = 0.1  # of the steps
@@ -52,10 +52,11 @@ def tokenise(files: list[Path], output: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(asset_path("tiny-mamba2") / "tokenizer.json"))
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     ids: list[int] = []
-    for path in (p for file in files for p in (sorted(file.rglob("*.py")) if file.is_dir() else [file])):
-        if "site-packages" not in path.parts:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            ids += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], end]
+    for file in files:
+        for path in sorted(file.rglob("*.py")) if file.is_dir() else [file]:
+            if "site-packages" not in path.relative_to(file).parts:
+                text = path.read_text(encoding="utf-8", errors="replace")
+                ids += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], end]
     np.save(output, np.asarray(ids, dtype=np.uint16))
     print(f"{len(ids):,} tokens")
 
@@ -296,7 +297,11 @@ def run(args: argparse.Namespace) -> None:
         return make_initial_states(ARMS[kind], model.config, device=torch.device(args.device), seed=seed, rank=0)
 
     fresh = text.shuffled(args.seed)
-    record("base", train(model, fresh, states("zero", 0), rate=args.rate, seconds=args.pretrain_seconds))
+    for _ in range(args.pretrain_rounds):
+        record("base", train(model, fresh, states("zero", 0), rate=args.rate, seconds=args.pretrain_seconds))
+        over = results["arms"]["base"]["over_short_context"]
+        if over[max(start for start in over if 2 * start <= args.degraded_at)] >= args.degraded_by:
+            break
     base = {name: value.clone() for name, value in model.state_dict().items()}
     steps = args.steps
     for arm in args.arms:
@@ -374,6 +379,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     part.add_argument("--rate", type=float, default=3e-3, help="peak learning rate of the pretraining")
     part.add_argument("--arm-rate", type=float, default=0.1, help="that of the arms, as a fraction (paper: a tenth)")
     part.add_argument("--pretrain-seconds", type=float, default=60)
+    part.add_argument("--pretrain-rounds", type=int, default=1, help="at most; fewer once the model degrades enough")
+    part.add_argument("--degraded-at", type=int, default=4096, help="position that tells")
+    part.add_argument("--degraded-by", type=float, default=1.2, help="perplexity there over that in a short context")
     part.add_argument("--arm-seconds", type=float, default=20)
     part.add_argument("--steps", type=int, help="of every arm; default: as many as the first does in its time")
     part.add_argument("--arms", nargs="+", choices=ARMS, default=["zero", "state_passing", "fitted_noise", "tbtt"])
