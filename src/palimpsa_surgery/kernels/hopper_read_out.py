@@ -21,7 +21,7 @@ def read_out(
     T, H, HPG, P, NSEG, S,
     BP: gl.constexpr, R: gl.constexpr, KC: gl.constexpr, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
-    """Step 3: `_read_out` with R value rows and KC of 64 keys a lane; two keys share a reciprocal.
+    """Step 3: `triton_forward.read_out` with R value rows and KC of 64 keys a lane; two keys share a reciprocal.
 
     The next token's rows are loaded ahead.
     """

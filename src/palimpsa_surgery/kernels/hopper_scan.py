@@ -3,8 +3,6 @@
 Letters as in `triton_scan.py`.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -13,21 +11,7 @@ from .hopper_gradients import HEAD_DIM, NUM_WARPS, ROW_WORDS, SPAN_WORDS, STATE_
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
 from .hopper_read_out import read_out as read_out_kernel
-
-try:
-    import triton
-    import triton.language as tl
-
-    jit = functools.partial(triton.jit, do_not_specialize=("T", "TP", "dt_b", "ddt_b"))  # as in `triton_scan.py`
-except ImportError:
-    from types import SimpleNamespace
-
-    triton, tl = None, SimpleNamespace(constexpr=None)
-
-    def jit(function):
-        """Leave the kernels as plain functions."""
-        return function
-
+from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 # Tokens a segment in the backward pass: the kernels take 57.1 ms in all with 256 and 58.4 with 512.

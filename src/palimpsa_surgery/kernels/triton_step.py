@@ -9,19 +9,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-
-    jit = triton.jit
-except ImportError:  # the module still imports; `palimpsa_step_triton` is then not to be called
-    from types import SimpleNamespace
-
-    triton, tl = None, SimpleNamespace(constexpr=None)
-
-    def jit(function):
-        """Leave the kernel as a plain function."""
-        return function
+from .triton_jit import jit, tl, triton
 
 
 @jit

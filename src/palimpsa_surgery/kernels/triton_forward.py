@@ -1,0 +1,180 @@
+"""The kernels of the forward pass of `triton_scan.py`, in plain Triton: steps 1 to 3."""
+
+from .triton_jit import jit, tl
+
+
+@jit
+def reciprocal(x, FAST: tl.constexpr):
+    """1 / x; FAST: by the GPU's approximation."""
+    if FAST:  # one instruction, 1 ulp
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        r = 1.0 / x
+    return r
+
+
+@jit
+def segment_states(
+    x, dt, beta, A, B, doc, states, decay,
+    x_b, x_t, x_h, x_p, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, beta_p, B_b, B_t, B_g,
+    T, H, HPG, P, N, NSEG, S,
+    BT: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, HAS_DOC: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Slot k + 1 of states [b, h, NSEG + 1, 2, p, n] = what segment k adds; decay [b, h, NSEG] = what it keeps."""
+    i_seg = tl.program_id(0).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    NBN = tl.cdiv(N, BN)
+    i_p = tl.program_id(2) // NBN
+    i_n = tl.program_id(2) % NBN
+    b = i_bh // H
+    h = i_bh % H
+    o_t = tl.arange(0, BT)
+    o_p = i_p * BP + tl.arange(0, BP)
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_p = o_p < P
+    m_n = o_n < N
+    b_A = tl.load(A + h)
+    t0 = i_seg * S
+    end = tl.minimum(t0 + S, T)
+    p_x = x + b * x_b + h * x_h + o_p[:, None] * x_p
+    p_beta = beta + b * beta_b + h * beta_h + o_p[:, None] * beta_p
+    p_B = B + b * B_b + (h // HPG) * B_g + o_n[None, :]
+    p_dt = dt + b * dt_b + h * dt_h
+    b_M = tl.zeros([BP, BN], tl.float32)
+    b_I = tl.zeros([BP, BN], tl.float32)
+    b_keep = 1.0
+    b_before = 0
+    if HAS_DOC:
+        b_before = tl.load(doc + b * T + tl.maximum(t0 - 1, 0))
+    for start in range(t0, end, BT):
+        t = start + o_t
+        m_t = t < end
+        b_dt = tl.load(p_dt + t * dt_t, mask=m_t, other=0.0)  # [BT]
+        b_log = -b_A * b_dt
+        # decay from token to the block's end, over the later tokens alone: the token's own may be larger by far
+        b_later = tl.load(p_dt + (t + 1) * dt_t, mask=(o_t + 1 < BT) & (t + 1 < end), other=0.0)
+        b_w = tl.exp(tl.cumsum(-b_A * b_later, 0, reverse=True))
+        b_pass = tl.exp(tl.sum(b_log, 0))
+        if HAS_DOC:
+            b_doc = tl.load(doc + b * T + t, mask=m_t, other=-1)
+            b_last = tl.load(doc + b * T + tl.minimum(start + BT, end) - 1)
+            b_w = tl.where(b_doc == b_last, b_w, 0.0)
+            b_pass = tl.where(b_before == b_last, b_pass, 0.0)
+            b_before = b_last
+        b_x = tl.load(p_x + t[None, :] * x_t, mask=m_p[:, None] & m_t[None, :], other=0.0)  # [BP, BT]
+        b_beta = tl.load(p_beta + t[None, :] * beta_t, mask=m_p[:, None] & m_t[None, :], other=0.0)
+        b_B = tl.load(p_B + t[:, None] * B_t, mask=m_t[:, None] & m_n[None, :], other=0.0)  # [BT, BN]
+        b_Bf = b_B.to(tl.float32)
+        b_v = (b_x.to(tl.float32) * (b_dt * b_w)[None, :]).to(DOT)
+        b_u = (b_beta.to(tl.float32) * b_w[None, :]).to(DOT)
+        b_M = tl.dot(b_v, b_B.to(DOT), acc=b_M * b_pass, input_precision=PRECISION)
+        b_I = tl.dot(b_u, (b_Bf * b_Bf).to(DOT), acc=b_I * b_pass, input_precision=PRECISION)
+        b_keep *= b_pass
+    p_s = states + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
+    m_s = m_p[:, None] & m_n[None, :]
+    tl.store(p_s, b_M, mask=m_s)
+    tl.store(p_s + P * N, b_I, mask=m_s)
+    if tl.program_id(2) == 0:
+        tl.store(decay + i_bh * NSEG + i_seg, b_keep)
+
+
+@jit
+def pass_states(states, decay, NSEG, SIZE, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
+    """In place over slots of states [b, h, NSEG + 1, SIZE]: s[k + 1] += decay[k] s[k]; reversed, k and k + 1 swap."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i_bh = tl.program_id(1).to(tl.int64)
+    m = o < SIZE
+    p = states + i_bh * (NSEG + 1) * SIZE + o
+    p_decay = decay + i_bh * NSEG
+    step = SIZE
+    if REVERSE:
+        p = states + (i_bh * (NSEG + 1) + NSEG) * SIZE + o
+        step = -SIZE
+    sign = 1
+    if REVERSE:
+        p_decay += NSEG - 1
+        sign = -1
+    last = i_bh * 0 + NSEG - 1
+    b_s = tl.load(p, mask=m, other=0.0)
+    for k in range(0, NSEG, 4):  # four loads in flight: the loop waits for memory, not for arithmetic
+        m_1 = m & (o * 0 + k + 1 <= last)
+        m_2 = m & (o * 0 + k + 2 <= last)
+        m_3 = m & (o * 0 + k + 3 <= last)
+        b_0 = tl.load(p + step, mask=m, other=0.0)
+        b_1 = tl.load(p + 2 * step, mask=m_1, other=0.0)
+        b_2 = tl.load(p + 3 * step, mask=m_2, other=0.0)
+        b_3 = tl.load(p + 4 * step, mask=m_3, other=0.0)
+        b_0 += tl.load(p_decay + sign * k) * b_s
+        b_1 += tl.load(p_decay + sign * tl.minimum(k + 1, last)) * b_0
+        b_2 += tl.load(p_decay + sign * tl.minimum(k + 2, last)) * b_1
+        b_3 += tl.load(p_decay + sign * tl.minimum(k + 3, last)) * b_2
+        tl.store(p + step, b_0, mask=m)
+        tl.store(p + 2 * step, b_1, mask=m_1)
+        tl.store(p + 3 * step, b_2, mask=m_2)
+        tl.store(p + 4 * step, b_3, mask=m_3)
+        b_s = b_3
+        p += 4 * step
+
+
+@jit
+def read_out(
+    x, dt, beta, A, B, C, prior, doc, states, y, variance,
+    x_b, x_t, x_h, x_p, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, beta_p, B_b, B_t, B_g, C_b, C_t, C_g,
+    T, H, HPG, P, N, NSEG, S,
+    BP: tl.constexpr, BN: tl.constexpr, HAS_DOC: tl.constexpr, HAS_VAR: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """y and variance [b, t, h, p] of one segment, from the state at its start; BN = N rounded up."""
+    i_p = tl.program_id(0)
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_bh = tl.program_id(2).to(tl.int64)
+    b = i_bh // H
+    h = i_bh % H
+    o_p = i_p * BP + tl.arange(0, BP)
+    o_n = tl.arange(0, BN)
+    m_p = o_p < P
+    m_n = o_n < N
+    b_A = tl.load(A + h)
+    b_prior = tl.load(prior + h)
+    t0 = i_seg * S
+    p_x = x + b * x_b + h * x_h + o_p * x_p + t0 * x_t
+    p_beta = beta + b * beta_b + h * beta_h + o_p * beta_p + t0 * beta_t
+    p_B = B + b * B_b + (h // HPG) * B_g + o_n + t0 * B_t
+    p_C = C + b * C_b + (h // HPG) * C_g + o_n + t0 * C_t
+    p_dt = dt + b * dt_b + h * dt_h + t0 * dt_t
+    p_y = y + ((b * T + t0) * H + h) * P + o_p
+    p_var = variance + ((b * T + t0) * H + h) * P + o_p
+    p_doc = doc + b * T + t0
+    p_s = states + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
+    m_s = m_p[:, None] & m_n[None, :]
+    b_M = tl.load(p_s, mask=m_s, other=0.0)  # [BP, BN]
+    b_I = tl.load(p_s + P * N, mask=m_s, other=0.0) + b_prior
+    b_before = 0
+    if HAS_DOC:
+        b_before = tl.load(doc + b * T + tl.maximum(t0 - 1, 0))
+    for _ in range(tl.minimum(S, T - t0)):
+        b_dt = tl.load(p_dt)
+        b_a = tl.exp(-b_A * b_dt)
+        if HAS_DOC:
+            b_doc = tl.load(p_doc)
+            b_a = tl.where(b_doc == b_before, b_a, 0.0)
+            b_before = b_doc
+            p_doc += 1
+        b_v = tl.load(p_x, mask=m_p, other=0.0).to(tl.float32) * b_dt
+        b_u = tl.load(p_beta, mask=m_p, other=0.0).to(tl.float32)
+        b_B = tl.load(p_B, mask=m_n, other=0.0).to(tl.float32)
+        b_C = tl.load(p_C, mask=m_n, other=0.0).to(tl.float32)
+        b_M = b_a * b_M + b_v[:, None] * b_B[None, :]
+        # the prior does not decay
+        b_I = (b_a * b_I + (1.0 - b_a) * b_prior) + b_u[:, None] * (b_B * b_B)[None, :]
+        b_r = b_C[None, :] * reciprocal(b_I, FAST)
+        tl.store(p_y, tl.sum(b_M * b_r, 1).to(y.dtype.element_ty), mask=m_p)
+        if HAS_VAR:
+            tl.store(p_var, tl.sum(b_C[None, :] * b_r, 1), mask=m_p)
+            p_var += H * P
+        p_x += x_t
+        p_beta += beta_t
+        p_B += B_t
+        p_C += C_t
+        p_dt += dt_t
+        p_y += H * P
