@@ -436,9 +436,10 @@ def test_tbtt_needs_text(recipe_dict, write_recipe, tmp_path):
 def test_on_cuda_each_kind_trains_under_autocast(kind, trainer_of, stage_of, small_model, tmp_path):
     seen = spy(small_model)
     with quiet_transformers():
-        trainer_of(stage_of(kind, gradient_checkpointing=True), steps=3).train()
+        stage = stage_of(kind, gradient_checkpointing=True, learning_rate=1e-2, tokens=128 * 20)
+        trainer_of(stage, steps=20).train()
     losses = [json.loads(line)["loss"] for line in (tmp_path / "stage" / "log.jsonl").read_text().splitlines()]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] - 0.5
     for started, left in seen[1:]:
         for state in (*(started or ()), *(left or ())):
             assert state.recurrent_state.is_cuda
