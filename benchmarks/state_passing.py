@@ -294,7 +294,7 @@ def run(args: argparse.Namespace) -> None:
         )
 
     def states(kind: str, seed: int) -> InitialStates:
-        return make_initial_states(ARMS[kind], model.config, device=torch.device(args.device), seed=seed, rank=0)
+        return make_initial_states(ARMS[kind], model.config, device=torch.device(args.device), seed=seed)
 
     fresh = text.shuffled(args.seed)
     for _ in range(args.pretrain_rounds):

@@ -2,14 +2,16 @@
 
 `python run_ranks.py launches.json`: a list of {"ranks": 2, "arguments": ["train", ...], "log": FILE} with, if wanted,
 "kill_at" (rank 0 is killed by signal 9 while it writes the checkpoint of this step), "fail_at" (rank 1 alone meets a
-user's error in this step), "slow_at" (rank 1 is late to write its part of this checkpoint), "fsdp", and "copy_to"
-(where the run's folder is copied afterwards). Prints the exit codes of all as JSON.
+user's error in this step), "slow_at" (rank 1 is late to write its part of this checkpoint), "log_masks" (each rank
+writes what dropout keeps to this file and its number), "fsdp", and "copy_to" (where the run's folder is copied
+afterwards). Prints the exit codes of all as JSON.
 
 The ranks are forks of one process, so that the libraries are imported once. There is no agent of torchrun: rank 0
 keeps the store.
 """
 
 import gc
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +21,7 @@ import sys
 import time
 import traceback
 
+import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
@@ -61,6 +64,19 @@ def slow_at(step: int) -> None:
     StageTrainer._save_rng_state = slow
 
 
+def log_masks(path: str) -> None:
+    forward = torch.nn.Dropout.forward
+
+    def logged(self, inputs):
+        kept = forward(self, torch.ones_like(inputs))
+        if self.training:
+            with open(f"{path}{os.environ['RANK']}", "a") as file:
+                print(hashlib.sha256(kept.bool().numpy().tobytes()).hexdigest(), file=file)
+        return kept * inputs
+
+    torch.nn.Dropout.forward = logged
+
+
 def engage_fsdp() -> None:
     """Let accelerate's FSDP engage on the CPU, where by itself it makes DDP; all else is the libraries' own."""
     initialise = AcceleratorState.__init__
@@ -82,7 +98,7 @@ def be_rank(rank: int, launch: dict, port: int) -> None:
     log = os.open(launch["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    for change in (kill_at, fail_at, slow_at):
+    for change in (kill_at, fail_at, slow_at, log_masks):
         if change.__name__ in launch:
             change(launch[change.__name__])
     if launch.get("fsdp"):

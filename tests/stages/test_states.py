@@ -51,9 +51,10 @@ def sequences_of(tmp_path, tokenizer):
 
 @pytest.fixture
 def states_of(small_model, stage_of):
-    def make(kind, seed=0, rank=0, **settings):
-        stage = stage_of(kind, state=KINDS[kind] | settings)
-        return make_initial_states(stage.state, small_model.config, device=torch.device("cpu"), seed=seed, rank=rank)
+    def make(kind, seed=0, rank=0, ranks=1, **settings):
+        settings = stage_of(kind, state=KINDS[kind] | settings).state
+        place = {"seed": seed, "rank": rank, "ranks": ranks}
+        return make_initial_states(settings, small_model.config, device=torch.device("cpu"), **place)
 
     return make
 
@@ -127,15 +128,19 @@ def test_random_noise_has_the_given_scale_and_no_negative_importance(states_of):
     assert importance.square().mean().sqrt() == pytest.approx(0.5, rel=0.01)
 
 
-def test_noise_differs_by_seed_rank_and_draw(states_of):
-    def first(**key):
-        return states_of("random_noise", **key).before(1)[0].recurrent_state
+def test_noise_belongs_to_a_sequence_of_the_stage(states_of):
+    """Whatever rank has it, in a micro-batch of any size."""
 
-    assert torch.equal(first(), first())
-    assert not torch.equal(first(), first(seed=1))
-    assert not torch.equal(first(), first(rank=1))
-    states = states_of("random_noise")
-    assert not torch.equal(states.before(1)[0].recurrent_state, states.before(1)[0].recurrent_state)
+    def drawn(passes, rows, **key):
+        states = states_of("random_noise", **key)
+        return torch.cat([states.before(rows)[1].recurrent_state for _ in range(passes)])
+
+    alone = drawn(1, 8)
+    assert len(alone.flatten(1).unique(dim=0)) == 8
+    assert torch.equal(drawn(4, 2), alone)
+    first, second = (drawn(2, 2, rank=rank, ranks=2) for rank in range(2))
+    assert torch.equal(torch.cat([first[:2], second[:2], first[2:], second[2:]]), alone)
+    assert not torch.equal(drawn(1, 8, seed=1), alone)
 
 
 def test_fitted_noise_follows_equations_5_and_6(states_of):
@@ -368,7 +373,7 @@ def test_chunks_with_carried_states_equal_one_long_sequence(stage_of, sequences_
     stage = stage_of("tbtt")
     sequences = sequences_of(stage)
     order = ContinuedOrder(sequences, count=8, seed=1, stage_index=0, lanes=2)
-    states = make_initial_states(stage.state, small_model.config, device=torch.device("cpu"), seed=0, rank=0)
+    states = make_initial_states(stage.state, small_model.config, device=torch.device("cpu"), seed=0)
     pieces, ids, documents, went_on = [], [], [], []
     for start in range(0, 8, 2):
         batch = collate([order[start], order[start + 1]])

@@ -6,6 +6,9 @@ that belonged to the same optimizer step or not. Where documents of a packed row
 belongs to the row's first document, and what is carried on is the state of its last one. States are detached: no
 gradient crosses from one micro-batch to the next. States that are not finite are not carried on. Only `tbtt` carries
 the convolution's tail; the others start it at zero. Validation never uses any of this: it starts from zero.
+
+Random numbers belong to a sequence's place in the stage, whatever rank has it. So a stage goes the same way on any
+number of ranks whose micro-batches together have as many rows; `zero` and `random_noise`, which carry nothing, on any.
 """
 
 from collections.abc import Sequence
@@ -33,7 +36,8 @@ class InitialStates:
         settings: the stage's `state`.
         config: of the model, for the shapes of its states.
         device: where the states are made.
-        seed, rank: together they start the random numbers, which no other part of the run uses.
+        seed: of the random numbers, which no other part of the run uses.
+        rank, ranks: which part of every forward pass this is, and of how many.
     """
 
     wants_final = False
@@ -42,48 +46,61 @@ class InitialStates:
     """Whether a resumed run needs nothing of `state_dict`."""
 
     def __init__(
-        self, settings: Any, config: PalimpsaMamba2Config, *, device: torch.device, seed: int, rank: int
+        self, settings: Any, config: PalimpsaMamba2Config, *, device: torch.device, seed: int, rank: int, ranks: int
     ) -> None:
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.seed, self.rank, self.ranks = settings, device, seed, rank, ranks
         matrix = (config.head_dim, config.state_size)
         self.shapes = [
             (config.num_heads, *((2,) if layer in config.palimpsa_layers else ()), *matrix)
             for layer in range(config.num_hidden_layers)
         ]
-        self.rng = torch.Generator(device)
-        self.rng.manual_seed(int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0] >> 1))
+        self.position = 0
+        """How many of the stage's sequences all ranks have begun; a resumed run sets it."""
 
     def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState] | None:
         """Return the next micro-batch's initial states, one `LayerState` a layer; None for zeros.
 
         Args:
-            rows: sequences in the micro-batch.
+            rows: sequences in the micro-batch, as many on every rank.
             continues: `[rows]` bool, for `tbtt`: does the row go on with its document?
         """
-        return None
+        first = self.position + self.rank * rows
+        self.position += self.ranks * rows
+        return self._start(range(first, first + rows), continues)
 
     def after(self, final_states: Sequence[LayerState]) -> None:
         """Take over what the micro-batch's last tokens left."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on with the same bits."""
-        return {"rng": self.rng.get_state()}
+        """All that a resumed run needs to go on with the same bits, `position` apart."""
+        return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned, read onto the CPU."""
-        self.rng.set_state(saved["rng"])
 
-    def _noise(self, rows: int, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn((rows, *shape), generator=self.rng, device=self.device)
+    def _start(self, sequences: range, continues: Tensor | None) -> list[LayerState] | None:
+        """As `before`, of the sequences with these numbers in the stage."""
+        return None
+
+    def _generator(self, sequence: int) -> torch.Generator:
+        number = np.random.SeedSequence((self.seed, sequence)).generate_state(1, np.uint64)[0]
+        return torch.Generator(self.device).manual_seed(int(number >> 1))
+
+    def _noise(self, sequences: range) -> list[Tensor]:
+        """N(0, 1) for each layer, `[rows, ...]`."""
+        noise = [torch.empty((len(sequences), *shape), device=self.device) for shape in self.shapes]
+        for row, sequence in enumerate(sequences):
+            generator = self._generator(sequence)
+            for layer in noise:
+                layer[row].normal_(generator=generator)
+        return noise
 
 
 class _RandomNoise(InitialStates):
     """Every element from N(0, sigma²); importance, which is never negative, from its absolute value."""
 
-    resumes_alone = False
-
-    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState]:
-        return [_as_state(self._noise(rows, shape) * self.settings.sigma) for shape in self.shapes]
+    def _start(self, sequences: range, continues: Tensor | None) -> list[LayerState]:
+        return [_as_state(noise * self.settings.sigma) for noise in self._noise(sequences)]
 
 
 class _FittedNoise(InitialStates):
@@ -102,10 +119,10 @@ class _FittedNoise(InitialStates):
         self.mean = [torch.zeros(shape[:-2], dtype=torch.float64, device=self.device) for shape in self.shapes]
         self.variance = [torch.zeros_like(mean) for mean in self.mean]
 
-    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState]:
+    def _start(self, sequences: range, continues: Tensor | None) -> list[LayerState]:
         return [
-            _as_state(mean.float()[..., None, None] + variance.sqrt().float()[..., None, None] * self._noise(rows, s))
-            for mean, variance, s in zip(self.mean, self.variance, self.shapes, strict=True)
+            _as_state(mean.float()[..., None, None] + variance.sqrt().float()[..., None, None] * noise)
+            for mean, variance, noise in zip(self.mean, self.variance, self._noise(sequences), strict=True)
         ]
 
     def after(self, final_states: Sequence[LayerState]) -> None:
@@ -125,10 +142,9 @@ class _FittedNoise(InitialStates):
                 old.copy_(torch.where(finite, old.lerp(found.view_as(old), weight), old))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"mean": self.mean, "variance": self.variance}
+        return {"mean": self.mean, "variance": self.variance}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        super().load_state_dict(saved)
         self.mean, self.variance = ([value.to(self.device) for value in saved[k]] for k in ("mean", "variance"))
 
 
@@ -142,10 +158,11 @@ class _StatePassing(InitialStates):
         super().__init__(*args, **kwargs)
         self.carried: list[LayerState] | None = None
 
-    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState] | None:
+    def _start(self, sequences: range, continues: Tensor | None) -> list[LayerState] | None:
         if self.carried is None:
             return None
-        kept = torch.rand(rows, generator=self.rng, device=self.device) >= self.settings.zero_probability
+        drawn = [torch.rand((), generator=self._generator(number), device=self.device) for number in sequences]
+        kept = torch.stack(drawn) >= self.settings.zero_probability
         return [LayerState(None, _keep(state.recurrent_state, kept)) for state in self.carried]
 
     def after(self, final_states: Sequence[LayerState]) -> None:
@@ -153,10 +170,9 @@ class _StatePassing(InitialStates):
 
     def state_dict(self) -> dict[str, Any]:
         carried = None if self.carried is None else [tuple(state) for state in self.carried]
-        return super().state_dict() | {"carried": carried}
+        return {"carried": carried}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        super().load_state_dict(saved)
         if saved["carried"] is None:
             self.carried = None
         else:
@@ -166,7 +182,7 @@ class _StatePassing(InitialStates):
 class _Tbtt(_StatePassing):
     """Both final states of the same document's previous chunk; zero where a row begins with a new document."""
 
-    def before(self, rows: int, continues: Tensor | None = None) -> list[LayerState] | None:
+    def _start(self, sequences: range, continues: Tensor | None) -> list[LayerState] | None:
         if self.carried is None:
             return None
         return [LayerState(*(_keep(value, continues) for value in state)) for state in self.carried]
@@ -185,10 +201,16 @@ _KINDS = {
 
 
 def make_initial_states(
-    settings: StateInitialisation, config: PalimpsaMamba2Config, *, device: torch.device, seed: int, rank: int
+    settings: StateInitialisation,
+    config: PalimpsaMamba2Config,
+    *,
+    device: torch.device,
+    seed: int,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> InitialStates:
     """Return the source of initial states that a stage's `state` asks for; arguments as for `InitialStates`."""
-    return _KINDS[type(settings)](settings, config, device=device, seed=seed, rank=rank)
+    return _KINDS[type(settings)](settings, config, device=device, seed=seed, rank=rank, ranks=ranks)
 
 
 def _as_state(noise: Tensor) -> LayerState:

@@ -5,9 +5,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from palimpsa_surgery import ranks
@@ -97,9 +98,12 @@ class StageTrainer(ParallelTrainer):
         log = [StepLog(snapshots.folder, stage.batch_tokens, advance)] if ranks.is_first() else []
         super().__init__(model, arguments, collate, order, snapshots=snapshots, callbacks=log)
         self.remove_callback(PrinterCallback)
+        rank, size = arguments.process_index, arguments.world_size
         self.initial_states = make_initial_states(
-            stage.state, model.config, device=arguments.device, seed=seed, rank=arguments.process_index
+            stage.state, model.config, device=arguments.device, seed=seed, rank=rank, ranks=size
         )
+        # The Trainer seeds all ranks alike, which would drop the same of every rank's sequences.
+        set_seed(int(np.random.SeedSequence((seed, rank)).generate_state(1)[0]))
 
     def train(self, *args: object, **kwargs: object) -> object:
         """Train; see `Trainer.train`.
@@ -163,6 +167,7 @@ class StageTrainer(ParallelTrainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
+        self.initial_states.position = self.state.global_step * self.stage.batch_sequences
         if checkpoint is None or self.initial_states.resumes_alone:
             return
         path, size = self._states_file(checkpoint), self.args.world_size
@@ -184,7 +189,7 @@ class StageTrainer(ParallelTrainer):
 
 
 STATES_FILE = "states-rank{rank}.pt"
-"""What each rank carries from one micro-batch to the next, and the state of its noise."""
+"""What each rank carries from one micro-batch to the next."""
 
 
 @contextlib.contextmanager
