@@ -406,16 +406,14 @@ def test_bad_data_of_a_later_stage_cost_an_earlier_one_nothing(
     assert (found[0].st_ino, found[0].st_mtime_ns) == (written.st_ino, written.st_mtime_ns), "it was not done again"
 
 
-@pytest.mark.parametrize("missing", ["recipe.yaml", "01-first/data"])
-def test_damaged_run(checkpoint, small_recipe, tmp_path, monkeypatch, missing):
+def test_damaged_run(checkpoint, small_recipe, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         interrupt_at(patch, 1)
         with pytest.raises(KeyboardInterrupt):
             train(checkpoint, small_recipe, run)
-    path = run / missing
-    path.unlink() if path.is_file() else shutil.rmtree(path)
-    with pytest.raises(UserError, match=f"is damaged: .*{path.name}"):
+    shutil.rmtree(run / "01-first" / "data")
+    with pytest.raises(UserError, match=r"is damaged: .*data is missing"):
         train(checkpoint, small_recipe, run)
 
 

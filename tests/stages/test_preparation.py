@@ -315,19 +315,32 @@ def test_what_goes_wrong_late_loses_nothing(recipe, tokenizer, tmp_path, monkeyp
     assert len(taken) < 12, "it went on from the state"
 
 
-def test_full_disk_is_one_line_and_nothing_is_lost(recipe, tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG], ids=["full", "too-large"])
+def test_full_disk_is_one_line_and_nothing_is_lost(recipe, tokenizer, tmp_path, monkeypatch, number):
     stage = stage_of(recipe(mixture()))
 
     def full(*arguments, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(preparation, "SAVE_TOKENS", 128)
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
-        with pytest.raises(Unavailable, match=r"the disk is full: .*make room and run the same command again"):
+        message = (
+            f"^{tmp_path / 'data.unfinished'} cannot be written: {os.strerror(number)}; once it can be, run the same"
+        )
+        with pytest.raises(Unavailable, match=message):
             prepare(stage, tokenizer, tmp_path / "data")
     assert not (tmp_path / "data").exists()
     prepare(stage, tokenizer, tmp_path / "data")
+
+
+def test_a_disk_that_cannot_be_read_names_the_source(recipe, tokenizer, tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sources.TextRows, "_rows", broken)
+    with pytest.raises(Unavailable, match=r"^stages\[0\]\.data\.sources\[0\]: \[Errno 5\] Input/output error$"):
+        prepare(stage_of(recipe(mixture())), tokenizer, tmp_path / "data", place="stages[0].")
 
 
 def test_too_little_room_is_said_before_anything_is_written(recipe, tokenizer, tmp_path, monkeypatch):

@@ -90,16 +90,30 @@ def test_run_that_is_no_record(run, content):
 def test_run_whose_stages_are_not_the_recipes(finished, run):
     edit(run / "run.json", "stages.1.name", "other")
     message = error_of(train, finished.plan.source.path, finished.plan.recipe, run)
-    assert message == f"run {run} is damaged: run.json has the stages first, other"
-    assert "has the stages first, second, but the run has first, other" in error_of(
-        read_run_recipe, run, json.loads((run / "run.json").read_text())
-    )
+    assert message == f"{run / 'recipe.yaml'} has the stages first, second, but the run has first, other"
 
 
-@pytest.mark.parametrize("content", ["name: 3", "a list", "stages: [3]", ": : :", "- 1"])
-def test_recipe_of_a_run_that_was_edited(finished, run, content):
-    (run / "recipe.yaml").write_text(content)
-    assert "recipe.yaml" in error_of(read_run_recipe, run, finished.record)
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("name: 3", "is not the recipe of a run: name: "),
+        ("a list", "is not the recipe of a run: it: "),
+        (" \n", "is not the recipe of a run: it: "),
+        ("stages: [3]", "is not the recipe of a run: name: "),
+        (": : :", "cannot be read: "),
+        ("a: [\n\n", "cannot be read: "),
+        (None, "cannot be read: "),
+    ],
+)
+def test_recipe_of_a_run_that_was_edited(finished, run, content, problem):
+    path = run / "recipe.yaml"
+    path.unlink() if content is None else path.write_text(content)
+    for message in (
+        error_of(read_run_recipe, run, finished.record),
+        error_of(train, finished.plan.source.path, finished.plan.recipe, run),
+    ):
+        assert message.startswith(f"{path} {problem}")
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,18 @@ def test_filter_by_a_value_or_a_list_of_a_nested_column(source, kind):
     assert texts(both) == [f"row {n}" for n in range(12) if n % 3 != 1 and n % 2 == 0]
 
 
+def test_true_is_not_one_in_a_filter(source, files):
+    rows = [{"text": str(value), "g": value} for value in (True, False, 1, 0, 1.0, "1", None)]
+    (files / "part0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for wanted, kept in (
+        (True, ["True"]),
+        (1, ["1", "1.0"]),
+        ([False, "1"], ["False", "1"]),
+        ([0, True], ["True", "0"]),
+    ):
+        assert texts(source("jsonl", files=[str(files / "part0.jsonl")], filter={"g": wanted})) == kept
+
+
 @KINDS
 def test_nested_column_of_text(source, kind):
     assert texts(source(kind, column="meta.repo")) == [row["meta"]["repo"] for row in ROWS]

@@ -110,10 +110,19 @@ class Rows(Strict):
     def _check_filter(cls, columns: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         _check_no_txt("filter", bool(columns), info)
         for column, wanted in columns.items():
-            values = wanted if isinstance(wanted, list) else [wanted]
+            values = _listed(wanted)
             if not values or not all(isinstance(value, str | int | float) for value in values):
                 raise UserError(f"{column} must hold a value or a list of values, got {wanted!r}")
         return columns
+
+
+def is_wanted(value: Any, wanted: Any) -> bool:
+    """Whether a value passes a filter's value or list of values. To Python true is 1; here it is not."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in _listed(wanted))
+
+
+def _listed(wanted: Any) -> list:
+    return wanted if isinstance(wanted, list) else [wanted]
 
 
 def _check_no_txt(field: str, given: bool, info: ValidationInfo) -> None:
@@ -336,7 +345,6 @@ def _sets(source: Rows) -> dict[str, str]:
 def _disjoint(one: Rows, other: Rows) -> bool:
     """Whether no row passes the filters of both."""
     for column in one.filter.keys() & other.filter.keys():
-        wanted = [value if isinstance(value, list) else [value] for value in (one.filter[column], other.filter[column])]
-        if not any(value in wanted[1] for value in wanted[0]):
+        if not any(is_wanted(value, other.filter[column]) for value in _listed(one.filter[column])):
             return True
     return False

@@ -20,7 +20,7 @@ from palimpsa_surgery.stages.plan import Plan
 from palimpsa_surgery.stages.recipe import Recipe, differences
 from palimpsa_surgery.stages.snapshots import Snapshots
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
-from palimpsa_surgery.surgery.records import RECIPE_FILE, RUN_FILE, read_run
+from palimpsa_surgery.surgery.records import RECIPE_FILE, RUN_FILE, read_run, read_run_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,18 +140,11 @@ def write_run(output: Path, record: dict) -> None:
 
 def _check_same_conditions(output: Path, record: dict, recipe: Recipe, options: dict) -> None:
     """Refuse to go on with a run under other conditions than it was started under."""
-    try:
-        old = yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"run {output} is damaged: {RECIPE_FILE} cannot be read ({error})") from None
-    changes = [*differences(old, yaml.safe_load(recipe.to_yaml()))]
+    changes = [*differences(read_run_recipe(output, record), yaml.safe_load(recipe.to_yaml()))]
     for name, value in options.items():
         changes += differences(record[name], value, f"--{name.replace('_', '-')}")
     if changes:
         raise UserError(f"run {output} was started differently: {'; '.join(changes)} (choose another --output)")
-    names = [entry["name"] for entry in record["stages"]]
-    if names != [entry.name for entry in recipe.stages]:
-        raise UserError(f"run {output} is damaged: {RUN_FILE} has the stages {', '.join(names)}")
 
 
 @contextmanager

@@ -11,7 +11,6 @@ The first sequences are held out, the others are trained on. While data are writ
 there, and is never taken for whole.
 """
 
-import errno
 import hashlib
 import json
 import math
@@ -31,6 +30,7 @@ from palimpsa_surgery.stages.data.packing import SequenceStream
 from palimpsa_surgery.stages.data.sources import open_source
 from palimpsa_surgery.stages.recipe import Evaluation, Recipe, Stage
 from palimpsa_surgery.stages.recipe_data import name_of, sources_of
+from palimpsa_surgery.surgery.outputs import write_failure
 from palimpsa_surgery.surgery.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def prepare(
 
     Raises:
         UserError: a source cannot be read or has run out, or there are not enough data to train and evaluate.
-        Unavailable: the Hub fails, or the disk is full.
+        Unavailable: the Hub fails, or a disk does.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-text token (eos_token), which must end every document")
@@ -280,11 +280,11 @@ def _left_out(stream: SequenceStream) -> str:
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """Put a place in the recipe before the message of an error."""
+    """Put a place in the recipe before the message of an error, of one in reading a file too."""
     try:
         yield
-    except UserError as error:
-        raise type(error)(f"{place}: {error}") from error
+    except (UserError, OSError) as error:
+        raise (type(error) if isinstance(error, UserError) else Unavailable)(f"{place}: {error}") from error
 
 
 @contextmanager
@@ -313,14 +313,14 @@ def _all_cores() -> Iterator[None]:
 
 @contextmanager
 def _room(folder: Path) -> Iterator[None]:
-    """Say what to do about a full disk."""
+    """Say what cannot be written, which the system does not, where a disk takes no more."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if (reason := write_failure(error)) is None:
             raise
         raise Unavailable(
-            f"the disk is full: {folder} cannot be written; make room and run the same command again to go on"
+            f"{folder} cannot be written: {reason}; once it can be, run the same command again to go on"
         ) from error
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from palimpsa_surgery.errors import Unavailable, UserError
-from palimpsa_surgery.stages.recipe_data import HubSet, Rows, local_path
+from palimpsa_surgery.stages.recipe_data import HubSet, Rows, is_wanted, local_path
 from palimpsa_surgery.surgery.text import iter_rows, value_of
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -119,11 +119,7 @@ def file_order(source: Rows, count: int, seed: int) -> list[int]:
 
 def passes(source: Rows, row: dict, where: str) -> bool:
     """Whether a row is one of those that the source's filter keeps."""
-    for column, wanted in source.filter.items():
-        value = value_of(row, column, where)
-        if value not in wanted if isinstance(wanted, list) else value != wanted:
-            return False
-    return True
+    return all(is_wanted(value_of(row, column, where), wanted) for column, wanted in source.filter.items())
 
 
 @contextmanager
