@@ -19,7 +19,7 @@ OPTIONS = {
     "replace": "--analysis --data --device --dry-run --importance-target --init --layers --max-drift --min-window "
     "--output --overwrite --seed --tokenizer --top-k MODEL MORE_DATA",
     "recipes": "ACTION NAME",
-    "train": "--dry-run --max-steps --output --recipe --seed --stage --tokenizer CHECKPOINT",
+    "train": "--dry-run --max-steps --output --prepare-only --recipe --seed --stage --tokenizer CHECKPOINT",
     "export": "--max-length --output --overwrite --private --push-to-hub --results --tokenizer SOURCE",
     "eval": "--allow-longer --batch-size --device --dtype --lengths --limit --max-length --output --overwrite --preset "
     "--tasks --tokenizer MODEL",

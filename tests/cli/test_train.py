@@ -27,12 +27,17 @@ def test_plan_run_and_run_again(cli, tiny_checkpoint, recipe, tmp_path, monkeypa
     monkeypatch.setenv("COLUMNS", "80")
     command = ("train", tiny_checkpoint, "--recipe", recipe, "--output", tmp_path / "run")
 
-    plan = cli(*command, "--dry-run")
+    plan = cli(*command, "--prepare-only", "--dry-run")
     assert (plan.code, plan.stderr) == (0, "")
     assert not (tmp_path / "run").exists()
     for text in ("6,634,016 parameters, 0 of 12 layers are Palimpsa layers.", "one", "two", "norms, biases, A_log, D"):
         assert text in plan.stdout, text
     assert plan.stdout.endswith("Dry run: nothing was written.\n")
+
+    ready = cli(*command, "--prepare-only")
+    assert (ready.code, ready.stderr) == (0, "")
+    folders = [tmp_path / "run" / stage / "data" for stage in ("01-one", "02-two")]
+    assert ready.stdout.splitlines()[-2:] == [f"Data are ready: 96 tokens in {folder}" for folder in folders]
 
     first = cli(*command, "--stage", "one")
     assert (first.code, first.stderr) == (0, "")
@@ -77,7 +82,7 @@ def test_all_options_reach_the_library(cli, monkeypatch, tmp_path):
 
 def test_options_are_these(cli):
     options = cli("train", "--help").stdout.partition("Options:")[2]
-    expected = ["recipe", "output", "stage", "max-steps", "seed", "tokenizer", "dry-run", "help"]
+    expected = ["recipe", "output", "stage", "max-steps", "seed", "tokenizer", "prepare-only", "dry-run", "help"]
     assert re.findall(r"^  (?:-h, )?--([a-z-]+)", options, re.M) == expected
 
 

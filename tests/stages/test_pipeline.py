@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages import pipeline, run_folder
+from palimpsa_surgery.stages import data, pipeline, run_folder
 from palimpsa_surgery.stages.pipeline import train
 from palimpsa_surgery.stages.recipe import load_recipe
 from palimpsa_surgery.stages.trainer import StageTrainer
@@ -313,6 +313,31 @@ def test_dry_run_loads_and_writes_nothing(checkpoint, small_recipe, small_model,
         ("02-second", 5, 320, "pending"),
     ]
     assert "importance scale b_scale" in printed(run.plan)
+
+
+def test_data_are_prepared_where_there_are_no_weights(
+    checkpoint, small_recipe, whole_run, finished, tmp_path, monkeypatch
+):
+    """A call without `prepare_only` goes on from there, in which nothing is tokenised again."""
+    weights = checkpoint / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    run = train(checkpoint, small_recipe, tmp_path / "run", prepare_only=True)
+    assert run.did == ()
+    folders = [tmp_path / "run" / name / "data" for name in ("01-first", "02-second")]
+    assert run.prepared == {folder: 32 * 12 for folder in folders}
+    assert [sorted(path.name for path in folder.parent.iterdir()) for folder in folders] == [["data"], ["data"]]
+    assert run.record == record_of(tmp_path / "run")
+    again = train(checkpoint, small_recipe, tmp_path / "run", prepare_only=True)
+    assert again.record == run.record
+
+    (tmp_path / "elsewhere").rename(weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "prepare", lambda *args, **kwargs: pytest.fail("data were prepared again"))
+        done = train(checkpoint, small_recipe, tmp_path / "run")
+    assert done.did == ("first", "second")
+    assert done.prepared == {}
+    assert done.record["base_fingerprint"] == finished.record["base_fingerprint"]
+    assert_same_bits(tmp_path / "run", whole_run)
 
 
 def test_results_fit_80_columns(finished):

@@ -22,6 +22,7 @@ def train(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder, tokenizer.json or Hub id, if CHECKPOINT brings no tokenizer.")
     ] = None,
+    prepare_only: Annotated[bool, typer.Option("--prepare-only", help="Put the data on disk, and stop there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; load no weights, write nothing.")] = False,
 ) -> None:
     """Train a checkpoint through the stages of a recipe; run again, it goes on where it stopped.
@@ -39,7 +40,11 @@ def train(
     if dry_run:
         console.print("Dry run: nothing was written.")
         return
-    run = pipeline.train(checkpoint, recipe, output, **options)
+    run = pipeline.train(checkpoint, recipe, output, **options, prepare_only=prepare_only)
+    if prepare_only:
+        for folder, tokens in run.prepared.items():
+            print_path(f"Data are ready: {tokens:,} tokens in", folder)
+        return
     console.print(run)
     if run.already_finished:
         console.print("This run was finished already.")

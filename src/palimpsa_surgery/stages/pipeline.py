@@ -31,10 +31,11 @@ from palimpsa_surgery.stages.plan import Plan, make_plan
 from palimpsa_surgery.stages.recipe import Recipe, load_recipe
 from palimpsa_surgery.stages.run_folder import (
     check_unchanged,
+    check_weights,
     discard_work,
     existing_run,
     holding,
-    make_ready,
+    prepare_data,
     start_run,
     write_run,
 )
@@ -67,6 +68,12 @@ class Run:
     def final(self) -> Path | None:
         """Folder of the last stage's checkpoint, once all stages are done."""
         return self.plan.output / self.record["final"] if self.record.get("final") else None
+
+    @property
+    def prepared(self) -> dict[Path, int]:
+        """Folders of data that are ready to train on, and the tokens in each."""
+        ready = [entry for entry in self.record.get("stages", ()) if entry["data"] and entry["status"] != "done"]
+        return {self.plan.output / entry["folder"] / "data": entry["data"]["tokens"] for entry in ready}
 
     @property
     def already_finished(self) -> bool:
@@ -114,6 +121,7 @@ def train(
     seed: int | None = None,
     tokenizer: str | Path | None = None,
     dry_run: bool = False,
+    prepare_only: bool = False,
 ) -> Run:
     """Train a checkpoint through a recipe's stages; called again, go on where it stopped.
 
@@ -133,6 +141,7 @@ def train(
         seed: use this seed instead of the recipe's.
         tokenizer: folder, `tokenizer.json` or Hub id, where the checkpoint does not bring its own.
         dry_run: only work out the plan; load no weights and write nothing.
+        prepare_only: only put the data on disk, on a machine that needs neither a GPU nor the weights.
 
     Raises:
         UserError: the recipe or its data are wrong, the checkpoint does not suit it, `output` holds something
@@ -160,7 +169,7 @@ def train(
     from palimpsa_surgery.stages.data import check_data
     from palimpsa_surgery.surgery.checkpoints import load_tokenizer, open_config, open_source
 
-    source = (open_config if dry_run else open_source)(checkpoint)
+    source = (open_config if dry_run or prepare_only else open_source)(checkpoint)
     statuses = [entry["status"] for entry in record["stages"]] if record else None
     plan = make_plan(source, recipe, output, max_steps=max_steps, statuses=statuses)
     wanted = [index for index, name in enumerate(names) if stage in (None, name)]
@@ -176,7 +185,10 @@ def train(
     did = []
     with holding(output):
         ranks.first(lambda: check_unchanged(output, record))
-        record = ranks.agreed(lambda: make_ready(plan, record, wanted, text_tokenizer))
+        record = ranks.agreed(lambda: prepare_data(plan, record, wanted, text_tokenizer))
+        if prepare_only:
+            return Run(plan, record, ())
+        record = ranks.agreed(lambda: check_weights(plan, record))
         for index in wanted:
             if record["stages"][index]["status"] != "done":
                 run_stage(plan, record, index, text_tokenizer)

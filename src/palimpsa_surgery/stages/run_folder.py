@@ -86,11 +86,14 @@ def start_run(plan: Plan, options: dict) -> dict:
     return record
 
 
-def make_ready(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrainedTokenizerBase") -> dict:
-    """Tokenise the data that are needed, then see that the weights are those of the run; return its record."""
+def check_weights(plan: Plan, record: dict) -> dict:
+    """See that the weights are those that the run was started from; return its record.
+
+    Raises:
+        UserError: they are not.
+    """
     from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model
 
-    _prepare_data(plan, record, wanted, tokenizer)
     found = fingerprint(load_model(plan.source))
     if record["base_fingerprint"] is None:
         record["base_fingerprint"] = found
@@ -103,8 +106,8 @@ def make_ready(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrain
     return record
 
 
-def _prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Tokenise the data of the stages that will run; where an earlier call was interrupted, go on.
+def prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTrainedTokenizerBase") -> dict:
+    """Tokenise the data of the stages that will run, and return the record; where a call was interrupted, go on.
 
     Data that turn out to be of no use leave no run behind, unless some have been tokenised: that may have taken hours.
     """
@@ -127,6 +130,7 @@ def _prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTr
         if record["base_fingerprint"] is None and not any(plan.output.glob("*/data*")):
             shutil.rmtree(plan.output)
         raise
+    return record
 
 
 def write_run(output: Path, record: dict) -> None:
