@@ -302,6 +302,8 @@ def run(args: argparse.Namespace) -> None:
         over = results["arms"]["base"]["over_short_context"]
         if over[max(start for start in over if 2 * start <= args.degraded_at)] >= args.degraded_by:
             break
+    else:
+        raise SystemExit(f"at {args.degraded_at} tokens the model does not degrade by a factor of {args.degraded_by}")
     base = {name: value.clone() for name, value in model.state_dict().items()}
     steps = args.steps
     for arm in args.arms:
