@@ -29,11 +29,12 @@ class Case:
     variance: bool = False
     extreme: str = ""
     beta: bool = True
+    strided: bool = False
 
     def __str__(self) -> str:
         sizes = f"B{self.batch}-T{self.time}-H{self.heads}-P{self.head_dim}-N{self.state_size}-G{self.groups}"
         options = [str(self.dtype).removeprefix("torch."), self.extreme]
-        options += [name for name in ("initial", "documents", "variance") if getattr(self, name)]
+        options += [name for name in ("initial", "documents", "variance", "strided") if getattr(self, name)]
         return "-".join([sizes, *filter(None, options), *([] if self.beta else ["no-beta"])])
 
 
@@ -84,7 +85,16 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
         seq_idx = (torch.arange(t, device=device) * case.documents // t % max(case.documents - 1, 1)).expand(b, t)
     arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "beta": beta.to(case.dtype) if case.beta else None}
     arguments |= {"I_prior": torch.exp(0.3 * normal(h)), "initial_state": initial}
-    return Data(arguments, seq_idx, normal(b, t, h, p).to(case.dtype), normal(b, h, 2, p, n), normal(b, t, h, p))
+    incoming = (normal(b, t, h, p).to(case.dtype), normal(b, h, 2, p, n), normal(b, t, h, p))
+    if case.strided:
+        arguments = {name: None if v is None else between_nan(v) for name, v in arguments.items()}
+        incoming = tuple(map(between_nan, incoming))
+    return Data(arguments, seq_idx, *incoming)
+
+
+def between_nan(v: torch.Tensor) -> torch.Tensor:
+    """The same values as every second element of a tensor that is NaN between them."""
+    return torch.stack((v, torch.full_like(v, float("nan"))), -1)[..., 0]
 
 
 def differentiate(scan, data: Data, variance: bool, dtype: torch.dtype | None = None, **options) -> Gradients:

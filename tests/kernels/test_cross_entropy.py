@@ -151,10 +151,11 @@ def test_on_cuda_both_ways_equal_float64(fused, small_blocks, monkeypatch):
         pytest.skip("needs liger-kernel")
     if not fused:
         monkeypatch.setattr(cross_entropy, "_liger", lambda: None)
-    exact = arguments(torch.float64, "cuda")
+    device = f"cuda:{torch.cuda.device_count() - 1}"  # where there are several, not the current one
+    exact = arguments(torch.float64, device)
     expected = plain(*exact)
     wanted_gradients = gradients(expected, *exact[:2])
-    ours = arguments(torch.float32, "cuda")
+    ours = arguments(torch.float32, device)
     total, _ = linear_cross_entropy(*ours)
     assert_close(total, expected, 1e-5, "loss")
     for actual, wanted in zip(gradients(total, *ours[:2]), wanted_gradients, strict=True):

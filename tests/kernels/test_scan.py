@@ -1,12 +1,13 @@
 """The PyTorch scan against the step-by-step recurrence, and the equivalences that define it."""
 
 import itertools
+import runpy
 
 import pytest
 import torch
 
 from helpers import assert_close, relative_error
-from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, scan, ssd_scan, ssd_step
+from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, scan, ssd_scan, ssd_step, triton_jit
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 
 NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior", "initial_state")
@@ -163,8 +164,9 @@ def test_ssd_equals_the_recurrence(time, packed):
         assert_close(a, e, 1e-11)
 
 
-def test_steps_equal_the_scan():
-    x, dt, A, B, C, beta, prior, state = (v.detach().float() for v in random_inputs(time=9))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
+def test_steps_equal_the_scan(dtype, tolerance):
+    x, dt, A, B, C, beta, prior, state = (v.detach() for v in random_inputs(time=9, dtype=dtype))
     whole = palimpsa_scan(x, dt, A, B, C, beta, prior, initial_state=state, return_final_state=True)
     mamba_y, mamba_final = ssd_scan(x, dt, A, B, C, initial_state=state[:, :, 0], return_final_state=True)
     palimpsa_state, mamba_state = state.clone(), state[:, :, 0].clone()
@@ -172,10 +174,10 @@ def test_steps_equal_the_scan():
     for t in range(9):
         now = (x[:, t], dt[:, t], A, B[:, t], C[:, t])
         skip = D[:, None] * x[:, t]
-        assert_close(palimpsa_step(*now, beta[:, t], prior, palimpsa_state, D), whole.y[:, t] + skip, 1e-6)
-        assert_close(ssd_step(*now, mamba_state, D), mamba_y[:, t] + skip, 1e-6)
-    assert_close(palimpsa_state, whole.final_state, 1e-6)
-    assert_close(mamba_state, mamba_final, 1e-6)
+        assert_close(palimpsa_step(*now, beta[:, t], prior, palimpsa_state, D), whole.y[:, t] + skip, tolerance)
+        assert_close(ssd_step(*now, mamba_state, D), mamba_y[:, t] + skip, tolerance)
+    assert_close(palimpsa_state, whole.final_state, tolerance)
+    assert_close(mamba_state, mamba_final, tolerance)
 
 
 @pytest.mark.parametrize("case", ["alpha-zero", "dt-zero", "huge-keys", "large-importance"])
@@ -334,6 +336,11 @@ def test_bad_documents_are_refused(arguments, message):
 def test_bad_boundaries_are_refused(boundaries):
     with pytest.raises(ValueError, match="cu_seqlens must"):
         palimpsa_scan(*random_inputs(batch=1)[:7], cu_seqlens=torch.tensor(boundaries))
+
+
+def test_other_gpus_than_nvidias_run_pytorch(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert runpy.run_path(triton_jit.__file__)["triton"] is None
 
 
 @pytest.mark.parametrize(("capability", "words"), [((9, 0), "Gluon for Hopper"), ((8, 0), "Triton")])

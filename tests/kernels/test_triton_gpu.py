@@ -41,6 +41,8 @@ OTHERS = [
     Case(2, 129, 4, 24, 48, 2, fp32, initial=True, documents=3, variance=True),
     Case(1, 129, 4, 24, 48, 2, fp32, initial=True, extreme="decay"),
     Case(2, 129, 4, 24, 48, 2, fp16, initial=True, documents=3, variance=True),
+    Case(2, 129, 4, 64, 128, 2, bf16, initial=True, strided=True),
+    Case(8193, 3, 8, 8, 16, 1, fp32, initial=True),  # more programs than a grid's second axis takes
 ]
 
 
@@ -172,6 +174,30 @@ def test_step(dtype, head_dim, state_size):
         got = palimpsa_step_triton(*token, state, D)
         assert_close(got, y[:, t] + D[:, None] * a["x"][:, t], 5e-6 if dtype is fp32 else 4e-3, f"y[{t}]")
     assert_close(state, final, 1e-6, "state")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one():
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        data = make(Case(1, 70, 2, 64, 128, 1, bf16, initial=True), device)
+        state = data.arguments["initial_state"].clone()
+        token = {k: v[:, 0] if v.ndim > 2 else v for k, v in data.arguments.items() if k != "initial_state"}
+        results.append(run(data) | {"step": palimpsa_step(**token, state=state), "state": state})
+    for name, value in results[0].items():
+        assert_close(results[1][name].to(value.device), value, 1e-6, name)
+
+
+def test_float64_stays_float64():
+    data = make(Case(1, 20, 2, 5, 20, 1, fp32, initial=True), "cuda")
+    a = {name: v.double() for name, v in data.arguments.items()}
+    expected, final, _ = palimpsa_scan_reference(**a)
+    assert_close(palimpsa_scan(**a).y, expected, 1e-12)
+    state = a.pop("initial_state").clone()
+    for t in range(20):
+        token = {name: v[:, t] if v.ndim > 2 else v for name, v in a.items()}
+        assert_close(palimpsa_step(**token, state=state), expected[:, t], 1e-12)
+    assert_close(state, final, 1e-12)
 
 
 def test_non_contiguous_gradient():

@@ -21,29 +21,31 @@ SCANS = {
     "no-importance": "Case(1, 17, 2, 2, 16, 1, beta=False)",
     "decay-to-zero": "Case(1, 60, 3, 2, 16, 1, initial=True, extreme='decay')",
     "float16": "Case(1, 17, 1, 4, 16, 1, dtype=torch.float16)",
+    "strided": "Case(2, 17, 2, 3, 16, 1, initial=True, variance=True, strided=True)",
 }
-# Segments of 16 and 32 tokens, so that states pass between them; one head a launch.
+# Segments of 16 and 32 tokens, so that states pass between them; one head a launch, and few rows of a batch.
 PROGRAM = """
 import json, sys, traceback
 sys.path.insert(0, {tests!r})
 import torch
 from helpers import assert_close
-from scan_cases import Case, check, make
+from scan_cases import Case, between_nan, check, make
 from palimpsa_surgery.kernels import triton_scan
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.kernels.triton_step import palimpsa_step_triton
 
 torch.set_num_threads(1)
 triton_scan.FORWARD_SEGMENT, triton_scan.BACKWARD_SEGMENT, triton_scan.WORKSPACE_BYTES = 16, 32, 1
+triton_scan.MAX_GRID = 3
 
 def scan(case):
     half = case.dtype is torch.float16
     check(triton_scan.palimpsa_scan_triton, case, {{"all": 2e-3}} if half else {{"all": 2e-6}})
 
 def step():
-    arguments = make(Case(2, 3, 4, 5, 20, 2, initial=True)).arguments
+    arguments = make(Case(2, 3, 4, 5, 20, 2, initial=True, strided=True)).arguments
     y, final, _ = palimpsa_scan_reference(*arguments.values())
-    state, D = arguments["initial_state"].clone(), torch.rand(4)
+    state, D = between_nan(arguments["initial_state"]), between_nan(torch.rand(4))
     for t in range(3):
         token = [arguments[k] for k in ("x", "dt", "A", "B", "C", "beta", "I_prior")]
         token = [v[:, t] if v.ndim > 2 else v for v in token]
@@ -51,8 +53,17 @@ def step():
         assert_close(palimpsa_step_triton(*token, state, D), expected, 1e-5, "y")
     assert_close(state, final, 1e-6, "state")
 
+def double_steps():
+    arguments = make(Case(1, 17, 2, 3, 16, 1)).arguments
+    results = []
+    for arguments["dt"] in (arguments["dt"].requires_grad_(), arguments["dt"].detach().double().requires_grad_()):
+        y = triton_scan.palimpsa_scan_triton(**arguments)[0]
+        results.append((y, *torch.autograd.grad(y.sum(), arguments["dt"])))
+    assert all(torch.equal(a.double(), b.double()) for a, b in zip(*results))
+
 failures = {{}}
-comparisons = {{name: lambda case=case: scan(case) for name, case in dict({scans}).items()}} | {{"step": step}}
+comparisons = {{name: lambda case=case: scan(case) for name, case in dict({scans}).items()}}
+comparisons |= {{"step": step, "double-steps": double_steps}}
 for name, compare in comparisons.items():
     try:
         compare()
@@ -74,6 +85,6 @@ def failures() -> dict[str, str | None]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [*SCANS, "step"])
+@pytest.mark.parametrize("name", [*SCANS, "step", "double-steps"])
 def test_equals_the_loop(failures, name):
     assert failures[name] is None, failures[name]

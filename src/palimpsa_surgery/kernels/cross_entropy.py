@@ -47,7 +47,8 @@ def linear_cross_entropy(
         if torch.is_autocast_enabled("cuda"):
             hidden_states = hidden_states.to(torch.get_autocast_dtype("cuda"))
         loss = liger(ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32)
-        return loss(weight, hidden_states, labels), count
+        with torch.cuda.device(hidden_states.device):  # Triton launches on the current device
+            return loss(weight, hidden_states, labels), count
     block = max(1, LOGITS_PER_BLOCK // weight.shape[0])
     if labels.numel() <= block:
         return _block_loss(hidden_states, weight, labels, ignore_index), count

@@ -2,9 +2,11 @@
 
 | | CUDA | elsewhere |
 |---|---|---|
-| Palimpsa scan | Triton (`triton_scan.py`), PyTorch where Triton is absent or for float64 | PyTorch (`chunked.py`) |
-| Palimpsa step | Triton (`triton_step.py`), PyTorch where Triton is absent | PyTorch (here) |
+| Palimpsa scan | Triton (`triton_scan.py`), without it PyTorch | PyTorch (`chunked.py`) |
+| Palimpsa step | Triton (`triton_step.py`), without it PyTorch | PyTorch (here) |
 | Mamba2 scan and step | `mamba_ssm`'s Triton kernels when they import, else PyTorch | PyTorch (`ssd.py`, here) |
+
+In float64 everything is PyTorch.
 
 Letters as in `reference.py`: b batch, t time, h heads, p head_dim, g groups, n state_size.
 """
@@ -22,7 +24,8 @@ from .chunked import palimpsa_scan_chunked
 from .decay import document_numbers
 from .hopper_scan import AVAILABLE as GLUON_AVAILABLE
 from .ssd import ssd_scan_chunked
-from .triton_scan import palimpsa_scan_triton, triton
+from .triton_jit import triton
+from .triton_scan import palimpsa_scan_triton
 from .triton_step import palimpsa_step_triton
 
 logger = logging.getLogger(__name__)
@@ -83,8 +86,7 @@ def palimpsa_scan(
     _check_scan_arguments(x, dt, A, B, C, beta, I_prior)
     _check("initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x, EXACT)
     seq_idx = _documents(seq_idx, cu_seqlens, x)
-    in_triton = x.is_cuda and triton is not None and x.dtype != torch.float64
-    scan = palimpsa_scan_triton if in_triton else palimpsa_scan_chunked
+    scan = palimpsa_scan_triton if triton is not None and _kernels_take(x, A) else palimpsa_scan_chunked
     return ScanOutput(*scan(x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, return_final_state, return_variance))
 
 
@@ -113,14 +115,13 @@ def palimpsa_step(
         ValueError: an argument's shape, type or device does not fit the others.
     """
     _check_step_arguments(x, dt, A, B, C, state, D, beta, I_prior)
-    if x.is_cuda and triton is not None:
+    if triton is not None and _kernels_take(x, A, state):
         return palimpsa_step_triton(x, dt, A, B, C, beta, I_prior, state, D)
-    key, query = _to_heads(B, x), _to_heads(C, x)
+    value, alpha, key, query = _token(x, dt, A, B, C, state.dtype)
     M, Ibar = state.unbind(2)
-    alpha = torch.exp(-A * dt)[..., None, None]
-    M.mul_(alpha).addcmul_((dt[..., None] * x.float())[..., None], key)
-    Ibar.mul_(alpha).addcmul_(beta.float()[..., None], key.square())
-    mean = M / (I_prior[:, None, None] + Ibar)
+    M.mul_(alpha).addcmul_(value, key)
+    Ibar.mul_(alpha).addcmul_(beta.to(state.dtype)[..., None], key.square())
+    mean = M / (I_prior.to(state.dtype)[:, None, None] + Ibar)
     return _with_skip((mean @ query.transpose(-1, -2)).squeeze(-1), x, D)
 
 
@@ -150,8 +151,8 @@ def ssd_scan(
     _check_scan_arguments(x, dt, A, B, C)
     _check("initial_state", initial_state, (x.shape[0], x.shape[2], x.shape[3], B.shape[3]), x, FLOATS)
     seq_idx = _documents(seq_idx, None, x)
-    kernels = _mamba_ssm_kernels() if x.is_cuda else None
-    if kernels is None or x.dtype == torch.float64:
+    kernels = _mamba_ssm_kernels() if _kernels_take(x, A) else None
+    if kernels is None:
         return ssd_scan_chunked(x, dt, A, B, C, initial_state, seq_idx, return_final_state)
     out = kernels["scan"](
         x,
@@ -170,7 +171,7 @@ def ssd_scan(
 def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None = None) -> Tensor:
     """One token of `ssd_scan` that updates `state` `[b, h, p, n]` in place; all else as for `palimpsa_step`."""
     _check_step_arguments(x, dt, A, B, C, state, D)
-    kernels = _mamba_ssm_kernels() if x.is_cuda else None
+    kernels = _mamba_ssm_kernels() if _kernels_take(x, A, state) else None
     if kernels is not None:
         head_dim, state_size = state.shape[2:]
         # Without D and dt_bias mamba_ssm 2.3.2's step fails. It expects all of them for each row, and reads one value
@@ -186,8 +187,8 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tens
             D=zero if D is None else D[:, None].expand(-1, head_dim),
             dt_bias=zero,
         )
-    key, query = _to_heads(B, x), _to_heads(C, x)
-    state.mul_(torch.exp(-A * dt)[..., None, None]).addcmul_((dt[..., None] * x.float())[..., None], key)
+    value, alpha, key, query = _token(x, dt, A, B, C, state.dtype)
+    state.mul_(alpha).addcmul_(value, key)
     return _with_skip((state @ query.transpose(-1, -2)).squeeze(-1), x, D)
 
 
@@ -322,9 +323,17 @@ def _describe(value: Tensor) -> str:
     return f"shape {tuple(value.shape)}, {value.dtype}"
 
 
-def _to_heads(v: Tensor, x: Tensor) -> Tensor:
-    """`[b, g, n]` to float32 `[b, h, 1, n]`."""
-    return v.float().repeat_interleave(x.shape[1] // v.shape[1], dim=1)[:, :, None]
+def _kernels_take(*tensors: Tensor) -> bool:
+    """Whether kernels for GPUs, which compute in float32, may run."""
+    return all(v.is_cuda and v.dtype != torch.float64 for v in tensors)
+
+
+def _token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Of one token dt x `[b, h, p, 1]`, alpha `[b, h, 1, 1]`, key and query `[b, h, 1, n]`, in the state's type."""
+    dt = dt.to(dtype)
+    alpha = torch.exp(-A.to(dtype) * dt)[..., None, None]
+    key, query = (v.to(dtype).repeat_interleave(x.shape[1] // v.shape[1], dim=1)[:, :, None] for v in (B, C))
+    return (dt[..., None] * x.to(dtype))[..., None], alpha, key, query
 
 
 @functools.cache

@@ -66,6 +66,8 @@ STATE_TILE, STATE_TILE_FP32 = (64, 64, 128), (16, 64, 64)
 WARPS = {torch.float32: 4}
 # Bytes of temporary tensors that a launch of the backward pass may take; twice as many save 2%.
 WORKSPACE_BYTES = 768 * 2**20
+# Rows of the batch times heads in a launch: CUDA's limit for the second and third axis of a grid
+MAX_GRID = 65535
 # Whether `hopper_scan.py` is used where it fits; tests turn it off to reach the portable kernels.
 USE_TUNED = True
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -121,11 +123,22 @@ def _pass(states: Tensor, decay: Tensor, reverse: bool) -> None:
 
 
 def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance):
+    batch, _, heads, head_dim = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    final_state = torch.empty(batch, heads, 2, head_dim, B.shape[3], dtype=torch.float32, device=x.device)
+    variance = torch.empty(x.shape if return_variance else (0,), dtype=torch.float32, device=x.device)
+    step = max(1, MAX_GRID // heads)
+    for i in range(0, batch, step):
+        rows = [None if v is None else v[i : i + step] for v in (x, dt, B, C, beta, initial_state, doc)]
+        _forward_rows(*rows, A, I_prior, y[i : i + step], final_state[i : i + step], variance[i : i + step])
+    return y, final_state, variance
+
+
+def _forward_rows(x, dt, B, C, beta, initial_state, doc, A, I_prior, y, final_state, variance):
     batch, time, heads, head_dim = x.shape
     groups, state_size = B.shape[2:]
+    return_variance = variance.numel() > 0
     states, _ = _states(x, dt, A, B, beta, initial_state, doc, FORWARD_SEGMENT, heads // groups)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    variance = torch.empty(x.shape if return_variance else (0,), dtype=torch.float32, device=x.device)
     segments, documents = states.shape[2] - 1, dt if doc is None else doc
     sizes = (time, heads, heads // groups, head_dim)
     if not return_variance and USE_TUNED and tuned_fits(x, beta, B):
@@ -139,7 +152,7 @@ def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance)
             BP=BP, BN=_power_of_two(state_size), HAS_DOC=doc is not None, HAS_VAR=return_variance,
             FAST=not _INTERPRET, num_warps=1,
         )  # fmt: skip
-    return y, states[:, :, -1].clone(), variance
+    final_state.copy_(states[:, :, -1])
 
 
 def _backward_heads(
@@ -194,7 +207,8 @@ def _gradients_portable(
     """Step 5 in plain Triton; returns dB and dC `[b, h, t, n]`."""
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], states.shape[2] - 1
-    xT, betaT, dyT, dvarT = (v.permute(0, 2, 3, 1).contiguous() for v in (x, beta, dy, dvar))
+    xT, betaT, dyT = (v.permute(0, 2, 3, 1).contiguous() for v in (x, beta, dy))
+    dvarT = dvar.permute(0, 2, 3, 1).contiguous() if flags["HAS_VAR"] else dyT
     BN = min(KEY_BLOCK, max(16, _power_of_two(state_size)))
     blocks = triton.cdiv(state_size, BN)
     starts = torch.empty_like(states[:, :, 1:])
@@ -240,7 +254,7 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
     row_bytes = int(4 * time * head_dim * row_values)
     per_head = batch * (state_bytes + row_bytes + 2 * 4 * time * state_size)
     heads_per_group = heads // groups
-    launches = triton.cdiv(heads_per_group, max(1, WORKSPACE_BYTES // per_head))
+    launches = triton.cdiv(heads_per_group, max(1, min(WORKSPACE_BYTES // per_head, MAX_GRID // batch)))
     step = triton.cdiv(heads_per_group, launches)
     for g in range(groups):
         group_dB, group_dC = (
@@ -283,7 +297,8 @@ def _scan_forward(
     return_variance: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     beta = _zeros_like_rows(x) if beta is None else beta
-    return _forward(x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        return _forward(x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance)
 
 
 def _scan_forward_fake(x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance):
@@ -310,7 +325,9 @@ def _scan_backward(
     dvariance: Tensor | None,
 ) -> list[Tensor]:
     rows = _zeros_like_rows(x) if beta is None else beta
-    *gradients, dinitial = _backward(x, dt, A, B, C, rows, I_prior, initial_state, documents, dy, dfinal, dvariance)
+    given = (x, dt, A, B, C, rows, I_prior, initial_state, documents, dy, dfinal, dvariance)
+    with torch.cuda.device_of(x):
+        *gradients, dinitial = _backward(*given)
     return gradients if dinitial is None else [*gradients, dinitial]
 
 
@@ -366,10 +383,9 @@ def palimpsa_scan_triton(
     """The scan of `scan.palimpsa_scan`, which validates and says what the arguments mean, in Triton.
 
     Args:
-        x: `[b, t, h, p]`, bfloat16, float16 or float32; any strides, as for all inputs, but the last dimension of
-            B and C contiguous.
-        dt: `[b, t, h]` float32. A, I_prior: `[h]` float32. B, C: `[b, t, g, n]` of x's type.
-        beta: `[b, t, h, p]` or None for zero. initial_state: `[b, h, 2, p, n]` float32 or None.
+        x: `[b, t, h, p]`, bfloat16, float16 or float32; any strides, as for all inputs.
+        dt: `[b, t, h]`. A, I_prior: `[h]`; all else is float32. B, C: `[b, t, g, n]` of x's type.
+        beta: `[b, t, h, p]` or None for zero. initial_state: `[b, h, 2, p, n]` or None.
         seq_idx: `[b, t]` integers or None.
         return_final_state: return the state after the last token, `[b, h, 2, p, n]` float32.
         return_variance: return the predictive variance, `[b, t, h, p]` float32.
@@ -379,5 +395,6 @@ def palimpsa_scan_triton(
     """
     documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
     B, C = (v if v.stride(-1) == 1 else v.contiguous() for v in (B, C))
+    dt, A, I_prior = dt.float(), A.float().contiguous(), I_prior.float().contiguous()
     y, final_state, variance = _scan_op(x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance)
     return y, final_state if return_final_state else None, variance if return_variance else None

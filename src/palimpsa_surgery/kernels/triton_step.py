@@ -64,12 +64,13 @@ def _step_forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # 8 rows a program: 8 heads of batch 1 already fill 64 programs, and each reads 8 KiB of state
     BP = 8
-    _step[(batch * heads, triton.cdiv(head_dim, BP))](
-        x, dt, A, B, C, beta, I_prior, state, x if D is None else D, y,
-        *x.stride(), *dt.stride(), *B.stride(), *C.stride(), *beta.stride(), *state.stride(),
-        heads, heads // groups, head_dim, state_size,
-        BP=BP, BN=triton.next_power_of_2(state_size), HAS_D=D is not None, num_warps=2,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _step[(batch * heads, triton.cdiv(head_dim, BP))](
+            x, dt, A, B, C, beta, I_prior, state, x if D is None else D, y,
+            *x.stride(), *dt.stride(), *B.stride(), *C.stride(), *beta.stride(), *state.stride(),
+            heads, heads // groups, head_dim, state_size,
+            BP=BP, BN=triton.next_power_of_2(state_size), HAS_D=D is not None, num_warps=2,
+        )  # fmt: skip
     return y
 
 
@@ -101,4 +102,5 @@ def palimpsa_step_triton(
     Returns:
         y `[b, h, p]` in x's type.
     """
+    A, I_prior, D = (None if v is None else v.contiguous() for v in (A, I_prior, D))
     return _step_op(x, dt, A, B, C, beta, I_prior, state, D)
