@@ -3,7 +3,7 @@
 The kernels of `hopper_adjoints.py` and `hopper_gradients.py` see each tensor as one register of each thread, and what
 moves between lanes moves in named instructions. Here those instructions are written down again, from the layouts in
 the PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8, "movmatrix"), so that layouts, addresses and algebra
-are tested without a GPU. Warps run in step: a missing barrier does not show.
+are tested without a GPU. Threads run in step, but shared memory refuses what depends on that: see `SharedMemory`.
 """
 
 import importlib
@@ -16,8 +16,6 @@ import numpy as np
 import torch
 
 import palimpsa_surgery.kernels
-
-SHARED_WORDS = 32 * 1024
 
 
 class Register(np.ndarray):
@@ -83,6 +81,53 @@ def unpack(pair) -> tuple[np.ndarray, np.ndarray]:
     return (bits << 16).view(np.float32), (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
+class SharedMemory:
+    """Words of shared memory, and who has used each since the last barrier.
+
+    An assertion fails where another order of the threads would give another result: a word is read or written that
+    another thread has written since, or written that another thread has read since, or used while a copy to it is in
+    flight. What was never written is NaN.
+    """
+
+    def __init__(self, words: int, threads: int):
+        self.words = np.full(words, np.nan, np.float32)
+        self.thread = np.arange(threads)
+        self.copying = np.full(words, -1)  # the thread that has not waited for its copy yet
+        self.barrier()
+
+    def barrier(self):
+        self.writer = np.full(self.words.size, -1)
+        self.first_reader, self.last_reader = self.writer + self.thread.size + 1, self.writer.copy()
+
+    def wait(self):
+        """Each thread waits for its own copies."""
+        self.writer = np.where(self.copying < 0, self.writer, self.copying)
+        self.copying[:] = -1
+
+    def read(self, address) -> np.ndarray:
+        place = self._place(address)
+        np.minimum.at(self.first_reader, place, self.thread)
+        np.maximum.at(self.last_reader, place, self.thread)
+        return self.words[place]
+
+    def write(self, address, values, copy: bool = False):
+        place = self._place(address)
+        assert np.unique(place).size == place.size, "two threads write a word"
+        for reader in (self.first_reader[place], self.last_reader[place]):
+            unread = (reader < 0) | (reader == self.thread.size)
+            assert (unread | (reader == self.thread)).all(), "a word is written that another thread may not have read"
+        (self.copying if copy else self.writer)[place] = self.thread
+        self.words[place] = values
+
+    def _place(self, address) -> np.ndarray:
+        place = np.broadcast_to(address // 4, self.thread.shape)
+        assert (place >= 0).all()
+        assert (self.copying[place] < 0).all(), "a word is used that is being copied"
+        writer = self.writer[place]
+        assert ((writer < 0) | (writer == self.thread)).all(), "a word is used that another thread may not have written"
+        return place
+
+
 class Machine:
     """The threads of one program, its shared memory, and what stands in for Gluon and the instructions."""
 
@@ -90,7 +135,6 @@ class Machine:
         self.threads, self.program = threads, program
         self.warp, lane = np.divmod(np.arange(threads), 32)
         self.row, self.column = np.divmod(lane, 4)
-        self.shared = np.full(SHARED_WORDS, np.nan, np.float32)
         self.language = types.SimpleNamespace(
             constexpr=lambda value: value,
             float32=np.float32,
@@ -99,7 +143,7 @@ class Machine:
             bfloat16=np.float32,  # `store` rounds to the tensor's type
             BlockedLayout=lambda *_: None,
             SwizzledSharedLayout=lambda *_: None,
-            allocate_shared_memory=lambda *_: types.SimpleNamespace(index=self._shared_row),
+            allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: register(np.arange(start, end, dtype=np.int32)),
             program_id=lambda axis: register(np.int32(self.program[axis])),
             minimum=lambda a, b: register(np.minimum(a, b)),
@@ -115,16 +159,16 @@ class Machine:
         """By the names that `hopper_lanes.py` gives them."""
         return {
             "gl": self.language,
-            "barrier": lambda: None,
+            "barrier": lambda: self.shared.barrier(),
             "shared_base": lambda zero: zero,
-            "load4": lambda address: tuple(register(self.shared[address // 4 + i]) for i in range(4)),
-            "load4_bits": lambda address: tuple(self._word(address // 4 + i) for i in range(4)),
-            "load1": lambda address: register(self.shared[address // 4]),
-            "load1_bits": lambda address: self._word(address // 4),
+            "load4": lambda address: tuple(register(self.shared.read(address + i)) for i in (0, 4, 8, 12)),
+            "load4_bits": lambda address: tuple(self._word(address + i) for i in (0, 4, 8, 12)),
+            "load1": lambda address: register(self.shared.read(address)),
+            "load1_bits": self._word,
             "store4": self._store4,
-            "store1": lambda address, value: self.shared.__setitem__(address // 4, value),
+            "store1": lambda address, value: self.shared.write(address, value),
             "copy_async": self._copy_async,
-            "wait_async": lambda zero: None,
+            "wait_async": lambda zero: self.shared.wait(),
             "reciprocal": lambda x: register(np.float32(1) / x),
             "pack": pack,
             "times": self._times,
@@ -150,24 +194,30 @@ class Machine:
         flat = address.flat
         flat[torch.from_numpy(offset[chosen].copy())] = torch.from_numpy(value[chosen].copy()).to(flat.dtype)
 
-    def _shared_row(self, index):
-        place = slice(index * self.threads, (index + 1) * self.threads)
-        return types.SimpleNamespace(store=lambda value: self.shared.__setitem__(place, value))
+    def _allocate(self, dtype, shape, layout):
+        assert shape[1] == self.threads
+        self.shared = SharedMemory(shape[0] * shape[1], self.threads)
+        own = 4 * np.arange(self.threads)
+        return types.SimpleNamespace(
+            index=lambda row: types.SimpleNamespace(
+                store=lambda value: self.shared.write(4 * row * self.threads + own, value)
+            )
+        )
 
-    def _word(self, place):
-        return register(np.ascontiguousarray(self.shared[place]).view(np.int32))
+    def _word(self, address):
+        return register(np.ascontiguousarray(self.shared.read(address)).view(np.int32))
 
     def _store4(self, address, values):
         assert (address % 16 == 0).all()
         for i, value in enumerate(values):
-            self.shared[address // 4 + i] = value
+            self.shared.write(address + 4 * i, value)
 
     def _copy_async(self, address, source: Pointer):
         assert (address % 16 == 0).all()
         assert (source.offset % 4 == 0).all()
         for i in range(4):
             words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]
-            self.shared[address // 4 + i] = words.numpy().view(np.float32)
+            self.shared.write(address + 4 * i, words.numpy().view(np.float32), copy=True)
 
     @staticmethod
     def _times(a, b):

@@ -27,11 +27,11 @@ from scan_cases import NAMES, Case, differentiate, make
 torch.set_num_threads(1)
 hopper_scan.segment_adjoints_kernel, hopper_scan.segment_gradients_kernel = load_kernels()
 triton_scan.tuned_fits = lambda x, beta, B: True
-triton_scan.TUNED_SEGMENT = 16
+triton_scan.TUNED_SEGMENT = 64
 # Triton's interpreter multiplies bfloat16 matrices wrongly
 triton_scan._dot_types = lambda x: {{"DOT": tl.float32, "PRECISION": "ieee"}}
 
-data = make(Case(1, 21, 1, 64, 128, 1, torch.bfloat16, initial=True, documents=3))
+data = make(Case(1, 70, 1, 64, 128, 1, torch.bfloat16, initial=True, documents=3))
 expected = differentiate(palimpsa_scan_reference, data, False, torch.float64)
 documents = document_numbers(data.seq_idx).to(torch.int32)
 gradients = triton_scan._backward(*data.arguments.values(), documents, data.dy, data.dfinal, None)
