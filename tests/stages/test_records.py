@@ -8,7 +8,9 @@ import pytest
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.pipeline import train
-from palimpsa_surgery.stages.reporting import keep_until, read_lines
+from palimpsa_surgery.stages.reporting import append, keep_until, read_lines
+from palimpsa_surgery.stages.run_folder import write_run
+from palimpsa_surgery.stages.run_plots import plot_stage
 from palimpsa_surgery.surgery.export import export
 from palimpsa_surgery.surgery.records import read_run, read_run_recipe, read_surgery
 
@@ -152,3 +154,22 @@ def test_log_that_was_edited(run, line):
     assert [entry["step"] for entry in read_lines(path)] == [1, 2, 3, 4, 5]
     keep_until(path, 3)
     assert path.read_text() == "".join(whole.splitlines(keepends=True)[:3])
+
+
+@pytest.mark.parametrize(
+    ("written", "named", "act"),
+    [
+        (".run.json.partial", "run.json", lambda run: write_run(run, {})),
+        ("01-first/log.jsonl", "01-first/log.jsonl", lambda run: append(run / "01-first" / "log.jsonl", {})),
+        ("01-first/log.partial", "01-first/log.jsonl", lambda run: keep_until(run / "01-first" / "log.jsonl", 3)),
+        ("01-first/loss.png", "01-first/loss.png", lambda run: plot_stage(run / "01-first", {"steps": 5, "name": "a"})),
+    ],
+    ids=["record", "line", "lines", "figure"],
+)
+def test_a_full_disk_names_the_file(run, written, named, act):
+    """Linux has a file that is always full."""
+    (run / written).unlink(missing_ok=True)
+    (run / written).symlink_to("/dev/full")
+    assert error_of(act, run) == (
+        f"{run / named} cannot be written: No space left on device; once it can be, run the same command again to go on"
+    )

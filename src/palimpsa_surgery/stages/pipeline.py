@@ -40,7 +40,7 @@ from palimpsa_surgery.stages.run_folder import (
     write_run,
 )
 from palimpsa_surgery.stages.snapshots import Snapshots
-from palimpsa_surgery.surgery.outputs import fresh_directory
+from palimpsa_surgery.surgery.outputs import fresh_directory, writing
 from palimpsa_surgery.surgery.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -289,7 +289,8 @@ def run_stage(plan: Plan, record: dict, index: int, tokenizer: "PreTrainedTokeni
 def _add_samples(path: Path, when: str, texts: list[dict]) -> None:
     """Put the samples of one time into the file, beside those of the other."""
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and when == "after" else {}
-    path.write_text(json.dumps(content | {when: texts}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(json.dumps(content | {when: texts}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _resume_point(snapshots: Snapshots) -> str | None:

@@ -17,6 +17,7 @@ from palimpsa_surgery.stages.data import Sequences, collate
 from palimpsa_surgery.stages.guard import SKIPPED
 from palimpsa_surgery.stages.held_out import autocast
 from palimpsa_surgery.surgery.layer_probe import LayerProbe, probe_layers
+from palimpsa_surgery.surgery.outputs import writing
 from palimpsa_surgery.surgery.records import Count, Record, checked
 
 LOG_FILE, LAYERS_FILE = "log.jsonl", "layers.jsonl"
@@ -170,13 +171,14 @@ def keep_until(path: Path, step: int) -> None:
     if path.exists():
         kept = [line for line in read_lines(path) if line["step"] <= step]
         draft = path.with_suffix(".partial")
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(draft, path)
+        with writing(path):
+            draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(draft, path)
 
 
 def append(path: Path, line: dict) -> None:
     """Add a line to a log."""
-    with path.open("a") as file:
+    with writing(path), path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 

@@ -19,7 +19,7 @@ from palimpsa_surgery.stages.launch import check_shared_folder
 from palimpsa_surgery.stages.plan import Plan
 from palimpsa_surgery.stages.recipe import Recipe, differences
 from palimpsa_surgery.stages.snapshots import Snapshots
-from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory, writing
 from palimpsa_surgery.surgery.records import RECIPE_FILE, RUN_FILE, read_run, read_run_recipe
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def start_run(plan: Plan, options: dict) -> dict:
     }
     with fresh_directory(plan.output) as work:
         (work / RECIPE_FILE).write_text(plan.recipe.to_yaml(), encoding="utf-8")
-        write_run(work, record)
+        _put_record(work, record)
     return record
 
 
@@ -135,11 +135,15 @@ def prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTra
 
 def write_run(output: Path, record: dict) -> None:
     """Replace `run.json` in one move, so that a kill leaves the old one or the new one; rank 0 does."""
-    if not ranks.is_first():
-        return
-    draft = output / f".{RUN_FILE}.partial"
+    if ranks.is_first():
+        with writing(output / RUN_FILE):
+            _put_record(output, record)
+
+
+def _put_record(folder: Path, record: dict) -> None:
+    draft = folder / f".{RUN_FILE}.partial"
     draft.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, output / RUN_FILE)
+    os.replace(draft, folder / RUN_FILE)
 
 
 def _check_same_conditions(output: Path, record: dict, recipe: Recipe, options: dict) -> None:

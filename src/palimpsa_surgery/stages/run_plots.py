@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from palimpsa_surgery.stages.reporting import LAYERS_FILE, LOG_FILE, read_lines
+from palimpsa_surgery.surgery.outputs import writing
 
 _LOSS, _RATE, _BEFORE, _AFTER = "#1f6fb4", "#9aa3ab", "#9aa3ab", "#e07b00"
 _SMOOTHED = 50
@@ -97,7 +98,8 @@ def plot_layers(lines: list[dict], stage: str, path: Path) -> None:
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False, fontsize=8
     )
     figure.suptitle(f"Replaced layers of stage {stage}, on one held-out sequence", fontsize=11)
-    figure.savefig(path)
+    with writing(path):
+        figure.savefig(path)
 
 
 def plot_positions(entry: dict, path: Path) -> None:
@@ -150,4 +152,5 @@ def _grid(axes: Axes) -> None:
 def _finish(figure: Figure, axes: Axes, title: str, path: Path) -> None:
     _grid(axes)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
+    with writing(path):
+        figure.savefig(path)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.errors import Unavailable, UserError
 
 
 def check_output_directory(
@@ -91,6 +91,23 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
         raise
     finally:
         os.close(lock)
+
+
+@contextmanager
+def writing(path: str | os.PathLike) -> Iterator[None]:
+    """Name the file or folder of a run that a disk does not take, which the system's own error does not.
+
+    Raises:
+        Unavailable: the disk is full, or otherwise refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        if (reason := write_failure(error)) is None:
+            raise
+        raise Unavailable(
+            f"{path} cannot be written: {reason}; once it can be, run the same command again to go on"
+        ) from error
 
 
 def write_failure(error: Exception) -> str | None:

@@ -30,7 +30,7 @@ from palimpsa_surgery.stages.data.packing import SequenceStream
 from palimpsa_surgery.stages.data.sources import open_source
 from palimpsa_surgery.stages.recipe import Evaluation, Recipe, Stage
 from palimpsa_surgery.stages.recipe_data import name_of, sources_of
-from palimpsa_surgery.surgery.outputs import write_failure
+from palimpsa_surgery.surgery.outputs import writing
 from palimpsa_surgery.surgery.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def prepare(
         work.mkdir(parents=True)
     writer = _Writer(stage, tokenizer, work, tokens=tokens or stage.tokens, scored=scored, seed=seed, place=place)
     try:
-        with _room(work), _all_cores():
+        with writing(work), _all_cores():
             counts = writer.write(key, state)
             (work / _STATE).unlink(missing_ok=True)
     except Unavailable:
@@ -309,19 +309,6 @@ def _all_cores() -> Iterator[None]:
         del os.environ["TOKENIZERS_PARALLELISM"]
         if before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-@contextmanager
-def _room(folder: Path) -> Iterator[None]:
-    """Say what cannot be written, which the system does not, where a disk takes no more."""
-    try:
-        yield
-    except OSError as error:
-        if (reason := write_failure(error)) is None:
-            raise
-        raise Unavailable(
-            f"{folder} cannot be written: {reason}; once it can be, run the same command again to go on"
-        ) from error
 
 
 def _fingerprint(stage: Stage, tokenizer: "PreTrainedTokenizerBase", tokens: int | None, scored: int, seed: int) -> str:
