@@ -83,7 +83,7 @@ def test_plan_of_the_baseline_needs_a_config_and_no_network(config_only, tmp_pat
         "FineWeb-Edu 70.0% 7.000B",
         "The weights are not here: neither read nor checked.",
         "a checkpoint to go on from takes 30.2 GiB, a finished stage 10.1 GiB",
-        "Download: about 54.5 GiB of text (uncompressed), and more where a filter drops rows, streamed from "
+        "Download: about 54.5 GiB of text (uncompressed), and more where a filter or part drops rows, streamed from "
         "HuggingFaceFW/fineweb-edu @ main",
         "Yukang/LongAlpaca-12k @ main.",
     ):
@@ -92,6 +92,7 @@ def test_plan_of_the_baseline_needs_a_config_and_no_network(config_only, tmp_pat
 
 def test_plan_of_the_hybrid(hybrid_config, tmp_path):
     plan = train(hybrid_config, "mamba2-2.7b", tmp_path / "run", dry_run=True).plan
+    assert "in different ways" not in " ".join(plan.notes), "no stage reads what another holds out"
     groups = {treatment.group: count for treatment, (_, count) in plan.groups.items()}
     assert groups["importance projections"] == 8 * 160 * (2560 + 5120)
     assert groups["importance scale b_scale"] == groups["frozen Ip_log"] == 8 * 80
@@ -133,6 +134,10 @@ def test_sources_of_local_files(recipe_dict, write_recipe, finished, tmp_path):
 CODE = {"kind": "text", "files": ["code.jsonl"]}
 
 
+def part(column: str, start: float, end: float) -> dict:
+    return {"by": column, "range": [start, end]}
+
+
 @pytest.mark.parametrize(
     ("first", "second", "noted"),
     [
@@ -141,10 +146,16 @@ CODE = {"kind": "text", "files": ["code.jsonl"]}
         ({}, {"group_by": "repo"}, True),
         ({"filter": {"language": ["C", "C++"]}}, {"filter": {"language": ["C++", "Go"]}}, True),
         ({"filter": {"language": ["C"]}}, {"filter": {"language": "C++"}}, False),
+        ({"part": part("repo", 0, 0.5)}, {"part": part("repo", 0.4, 1)}, True),
+        ({"part": part("repo", 0.5, 1)}, {"part": part("language", 0, 0.5)}, True),
+        ({"part": part("repo", 0.5, 1)}, {"part": part("repo", 0, 0.5), "group_by": "repo"}, False),
         ({}, {"held_out": 0.3}, True),
         ({}, {"files": ["other.jsonl"]}, False),
     ],
-    ids=["alike", "filter", "group", "filters-meet", "filters-apart", "more-held-out", "other-file"],
+    ids=[
+        *("alike", "filter", "group", "filters-meet", "filters-apart", "parts-meet", "other-parts", "parts-apart"),
+        *("more-held-out", "other-file"),
+    ],
 )
 def test_text_that_one_stage_holds_out_and_another_reads_is_noted(
     recipe_dict, write_recipe, finished, tmp_path, first, second, noted

@@ -438,7 +438,7 @@ def test_a_mixture_trains(recipe, finished, tmp_path):
 
 def test_a_filter_that_keeps_nothing(recipe, tokenizer, tmp_path):
     stage = stage_of(recipe({"kind": "text", "files": ["a.jsonl"], "filter": {"text": "no such text"}}))
-    with pytest.raises(UserError, match=r"each needs one; the filter of a\.jsonl kept no row"):
+    with pytest.raises(UserError, match=r"each needs one; the filter or part of a\.jsonl kept no row"):
         prepare(stage, tokenizer, tmp_path / "data")
 
 

@@ -15,6 +15,9 @@ def hub(**changes) -> dict:
     return {"kind": "text", "hub": {"dataset": "me/set"} | changes}
 
 
+HALF = {"by": "a", "range": [0, 0.5]}
+
+
 def txt(**changes) -> dict:
     return {"kind": "text", "files": ["asset:kjv.txt"]} | changes
 
@@ -69,6 +72,19 @@ WRONG = [
     ),
     ("huge", lambda r: stage_of(r).update(tokens=64 * 10**30), "stages[0].tokens: must be no more than 90071992547"),
     ("filter", lambda r: stage_of(r)["data"].update(filter={"a": {}}), "data.filter: a must hold a value or a list"),
+    ("part-txt", lambda r: stage_of(r).update(data=txt(part=HALF)), "data.part: part needs columns, and a .txt"),
+    ("part-by", lambda r: stage_of(r)["data"].update(part={"range": [0, 1]}), "stages[0].data.part.by: required"),
+    (
+        "part-end",
+        lambda r: stage_of(r)["data"].update(part=HALF | {"range": [0, 2]}),
+        "data.part.range[1]: must be les",
+    ),
+    (
+        "part-empty",
+        lambda r: stage_of(r)["data"].update(part=HALF | {"range": [0.5, 0.5]}),
+        "data.part.range: must begin below its end, got [0.5, 0.5]",
+    ),
+    ("part-of", lambda r: stage_of(r)["data"].update(part=HALF | {"column": "a"}), "data.part.column: unknown key (kn"),
     ("group-txt", lambda r: stage_of(r).update(data=txt(group_by="a")), "data.group_by: group_by needs columns, and"),
     ("filter-txt", lambda r: stage_of(r).update(data=txt(filter={"a": 1})), "data.filter: filter needs columns, and"),
     ("window", lambda r: stage_of(r)["data"].update(group_window=1), "data.group_window: must be greater than or"),

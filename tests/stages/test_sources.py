@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from itertools import chain
+from itertools import chain, pairwise
 
 import datasets
 import pyarrow as pa
@@ -18,8 +18,10 @@ from palimpsa_surgery.stages.data.packing import SequenceStream
 from palimpsa_surgery.stages.data.rows import Position
 from palimpsa_surgery.stages.data.sources import GROUP_JOINT, open_source
 from palimpsa_surgery.stages.recipe import load_recipe
+from palimpsa_surgery.stages.recipe_data import Part
 from palimpsa_surgery.stages.synthetic import generate, score
 
+LESS = {"by": "id", "range": [0.1, 0.9]}
 ROWS = [
     {"text": f"row {n}", "meta": {"repo": f"r{n % 3}", "language": "C++" if n % 2 else "Python"}, "id": n}
     for n in range(12)
@@ -82,6 +84,25 @@ def test_true_is_not_one_in_a_filter(source, files):
 
 
 @KINDS
+def test_parts_share_no_value_and_leave_none_out(source, kind):
+    ends = [0, 0.1, 0.35, 0.7, 1]
+    for column, values in (("meta.repo", 3), ("id", 12)):
+        parts = [texts(source(kind, part={"by": column, "range": pair})) for pair in pairwise(ends)]
+        assert sorted(text for part in parts for text in part) == sorted(row["text"] for row in ROWS)
+        found = [{row["meta"]["repo"] if values == 3 else row["id"] for row in ROWS if row["text"] in p} for p in parts]
+        assert sum(map(len, found)) == values, "all rows of a value are in one part"
+        assert sum(map(bool, found)) > 1
+    assert texts(source(kind, part={"by": "id", "range": [0, 0.35]}, shuffle_files=True, seed=5)) != []
+
+
+def test_a_part_has_as_many_values_as_its_range_says():
+    """The hash is uniform, and is this one for good: another would mix what older runs held out with what they read."""
+    part = Part(by="id", range=(0.2, 0.3))
+    assert 0.09 < sum(part.holds(f"repository {n}") for n in range(10_000)) / 10_000 < 0.11
+    assert [n for n in range(100) if part.holds(n)] == [20, 33, 37, 40, 47, 61, 84, 87, 89, 91]
+
+
+@KINDS
 def test_nested_column_of_text(source, kind):
     assert texts(source(kind, column="meta.repo")) == [row["meta"]["repo"] for row in ROWS]
 
@@ -99,7 +120,9 @@ def test_files_are_shuffled_by_the_seed_and_rows_are_not(source, kind):
 
 
 @KINDS
-@pytest.mark.parametrize("options", [{}, {"filter": {"meta.language": "C++"}}, {"group_by": "meta.repo"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"filter": {"meta.language": "C++"}}, {"group_by": "meta.repo"}, {"part": LESS}]
+)
 def test_reading_goes_on_at_every_position(source, kind, options):
     opened = source(kind, **options)
     units = list(opened.units(Position()))
@@ -141,9 +164,10 @@ def test_documents_without_a_group_stay_alone(source, files):
         ({"column": "body"}, "body"),
         ({"group_by": "repository"}, "repository"),
         ({"filter": {"meta.set": "a"}}, "meta.set"),
+        ({"part": {"by": "meta.set", "range": [0, 1]}}, "meta.set"),
         ({"column": "text.inner"}, "text.inner"),
     ],
-    ids=["column", "group", "filter", "into-a-text"],
+    ids=["column", "group", "filter", "part", "into-a-text"],
 )
 def test_missing_column_lists_those_found(source, kind, options, missing):
     with pytest.raises(UserError, match=f"no column '{missing}' \\(columns found: .*text") as error:

@@ -162,7 +162,7 @@ class Plan:
     def _downloads(self) -> str:
         read = [source for stage in self.stages for source in stage.sources if source.hub]
         size = sum(source.tokens for source in read) * TEXT_BYTES_PER_TOKEN
-        more = ", and more where a filter drops rows" if any(source.filtered for source in read) else ""
+        more = ", and more where a filter or part drops rows" if any(source.filtered for source in read) else ""
         sets = ", ".join(dict.fromkeys(source.origin for source in read))
         return f"Download: about {_gib(size)} of text (uncompressed){more}, streamed from {sets}."
 
@@ -230,7 +230,7 @@ def _plan_stage(
         needed = round(share * sequences * stage.sequence_length)
         hub, limit = getattr(fields, "hub", None) is not None, getattr(fields, "max_tokens", None)
         needed = min(needed, limit) if limit else needed
-        filtered = bool(getattr(fields, "filter", None))
+        filtered = bool(getattr(fields, "deciding", None))
         sources.append(SourcePlan(name_of(fields), share, needed, origin_of(fields), hub, filtered))
     if stage.lora:
         groups = _count_parameters(source, stage.lora)
@@ -303,7 +303,8 @@ def _overlap_notes(stages: tuple[StagePlan, ...], scored: int) -> Iterator[str]:
         if len(alike) > 1 and (sets := shared_sets(one.stage.data, other.stage.data)):
             yield (
                 f"Stages {one.stage.name} and {other.stage.name} read {', '.join(sets)} in different ways, and each "
-                "holds out what it reads first: either may train on text that the other holds out."
+                "holds out what it reads first: either may train on text that the other holds out, unless each has a "
+                "part of its own."
             )
 
 

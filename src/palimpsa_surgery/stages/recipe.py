@@ -29,6 +29,7 @@ from palimpsa_surgery.stages.recipe_data import (
     MIXED_KINDS,
     Data,
     HubSet,
+    Part,
     Strict,
     SyntheticSource,
     sources_of,
@@ -338,6 +339,7 @@ _UNIONS: dict[str, dict[str, type[Strict]]] = {
 }
 _NESTED: dict[str, type[BaseModel]] = {
     "hub": HubSet,
+    "part": Part,
     "stages": Stage,
     "packing": Packing,
     "schedule": Schedule,

@@ -1,5 +1,6 @@
 """The part of a recipe that says what a stage reads: text, instructions, synthetic tasks, or a mixture of them."""
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,6 +86,27 @@ class HubSet(Strict):
         return patterns
 
 
+class Part(Strict):
+    """Some of a set's rows, chosen by a hash that no seed changes: ranges apart have no row in common, in any run."""
+
+    by: Column
+    """Rows with the same value here (null is one) are in one part: a repository, or an id for each row on its own."""
+    range: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]]
+    """From which to below which fraction of the values: `[0, 0.5]` and `[0.5, 1]` are two halves."""
+
+    @field_validator("range")
+    @classmethod
+    def _check_range(cls, ends: tuple[float, float]) -> tuple[float, float]:
+        if not ends[0] < ends[1]:
+            raise UserError(f"must begin below its end, got {list(ends)}")
+        return ends
+
+    def holds(self, value: object) -> bool:
+        """Whether rows with this value are in the part."""
+        digest = hashlib.blake2b(str(value).encode("utf-8", "surrogatepass"), digest_size=6).digest()
+        return self.range[0] <= int.from_bytes(digest, "big") / 2**48 < self.range[1]
+
+
 class Rows(Strict):
     """What every source has that is read row by row: from `files` or from `hub`, one of them."""
 
@@ -95,6 +117,9 @@ class Rows(Strict):
     filter: dict[Column, Any] = {}
     """Columns, and the value or the list of values of the rows that are kept. Dots lead into nested columns, here
     and wherever a column is named: `meta.redpajama_set_name`."""
+    part: Part | None = None
+    """Keep a part of the rows only. Stages that read one set share no document, held out or not, if each reads a part
+    of its own `by` the same column."""
     shuffle_files: bool = False
     """Read the files, not the rows in them, in an order that the recipe's seed decides."""
 
@@ -114,6 +139,17 @@ class Rows(Strict):
             if not values or not all(isinstance(value, str | int | float) for value in values):
                 raise UserError(f"{column} must hold a value or a list of values, got {wanted!r}")
         return columns
+
+    @field_validator("part")
+    @classmethod
+    def _check_part(cls, part: Part | None, info: ValidationInfo) -> Part | None:
+        _check_no_txt("part", part is not None, info)
+        return part
+
+    @property
+    def deciding(self) -> list[str]:
+        """The columns that decide whether a row is kept."""
+        return [*self.filter, *([self.part.by] if self.part else [])]
 
 
 def is_wanted(value: Any, wanted: Any) -> bool:
@@ -222,7 +258,8 @@ class _HeldOut(Strict):
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.02
     """Fraction of the data, at their start, that is evaluated and never trained on; at most, and where the data
     are enough, what `evaluation.tokens` scores. Each stage holds out what it reads first: stages that read one set
-    through other filters, groups or mixtures hold out other documents of it, and the plan says so."""
+    through other filters, groups or mixtures hold out other documents of it, and the plan says so; a `part` for each
+    keeps them apart."""
 
 
 class _Share(Strict):
@@ -323,7 +360,7 @@ def origin_of(source: Source) -> str:
 
 
 def shared_sets(one: Data, other: Data) -> list[str]:
-    """Hub sets and files of which two stages may read the same rows, since no filter keeps them apart."""
+    """Hub sets and files of which two stages may read the same rows, since nothing keeps them apart."""
     shared: dict[str, str] = {}
     for a in (source for _, source in sources_of(one) if isinstance(source, Rows)):
         for b in (source for _, source in sources_of(other) if isinstance(source, Rows)):
@@ -343,7 +380,11 @@ def _sets(source: Rows) -> dict[str, str]:
 
 
 def _disjoint(one: Rows, other: Rows) -> bool:
-    """Whether no row passes the filters of both."""
+    """Whether no row is kept by both."""
+    if one.part and other.part and one.part.by == other.part.by:
+        first, second = sorted((one.part.range, other.part.range))
+        if first[1] <= second[0]:
+            return True
     for column in one.filter.keys() & other.filter.keys():
         if not any(is_wanted(value, other.filter[column]) for value in _listed(one.filter[column])):
             return True

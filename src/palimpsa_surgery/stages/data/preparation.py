@@ -243,8 +243,8 @@ class _Writer:
 
     def _nothing_kept(self, streams: list[SequenceStream]) -> str:
         for fields, stream in zip(self.fields, streams, strict=True):
-            if getattr(fields, "filter", None) and not stream.counts[stream.source.noun]:
-                return f"; the filter of {name_of(fields)} kept no row"
+            if getattr(fields, "deciding", None) and not stream.counts[stream.source.noun]:
+                return f"; the filter or part of {name_of(fields)} kept no row"
         return ""
 
     def _finish(self, streams: list[SequenceStream], sequences: int) -> dict[str, Any]:

@@ -105,8 +105,8 @@ class HubFiles:
 
 
 def open_files(source: Rows, columns: Sequence[str]) -> Files:
-    """Open a source's files; `columns` are those that will be read, those of the filter apart."""
-    columns = list(dict.fromkeys([*columns, *source.filter]))
+    """Open a source's files; `columns` are those that will be read, those that decide which rows are kept apart."""
+    columns = list(dict.fromkeys([*columns, *source.deciding]))
     if source.hub is not None:
         return HubFiles(source.hub, columns)
     return LocalFiles([local_path(file) for file in source.files], columns)
@@ -118,8 +118,9 @@ def file_order(source: Rows, count: int, seed: int) -> list[int]:
 
 
 def passes(source: Rows, row: dict, where: str) -> bool:
-    """Whether a row is one of those that the source's filter keeps."""
-    return all(is_wanted(value_of(row, column, where), wanted) for column, wanted in source.filter.items())
+    """Whether a row is one of those that the source's filter and part keep."""
+    wanted = all(is_wanted(value_of(row, column, where), value) for column, value in source.filter.items())
+    return wanted and (source.part is None or source.part.holds(value_of(row, source.part.by, where)))
 
 
 @contextmanager

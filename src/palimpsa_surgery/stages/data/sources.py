@@ -82,7 +82,7 @@ class _ReadSource:
         self.fields, self.tokenizer = fields, tokenizer
         self.files = open_files(fields, columns)
         self.order = file_order(fields, len(self.files), seed)
-        columns = [*columns, *fields.filter]
+        columns = [*columns, *fields.deciding]
         for index in self.order:
             if self._is_plain(index):
                 return
