@@ -9,6 +9,7 @@ import torch
 from helpers import assert_close, relative_error
 from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, scan, ssd_scan, ssd_step, triton_jit
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
+from palimpsa_surgery.kernels.ssd import ssd_scan_chunked
 
 NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior", "initial_state")
 
@@ -158,6 +159,41 @@ def test_ssd_equals_the_recurrence(time, packed):
     y, final, _ = palimpsa_scan_reference(x, dt, A, B, C, None, torch.ones_like(A), both, seq_idx)
     expected = (y, final[:, :, 0])
     inputs = (x, dt, A, B, C, state)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e, 1e-12)
+    for a, e in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        assert_close(a, e, 1e-11)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one-document", "packed"])
+@pytest.mark.parametrize("final", [False, True], ids=["", "final-state"])
+def test_mamba_ssm_gets_pieces_that_its_offsets_reach(final, packed, monkeypatch):
+    """Its kernels are stood in for by what they compute, in their own terms."""
+    x, dt, A, B, C, _, _, state = random_inputs(batch=3, time=63)
+    inputs = (x, dt, A, B, C, state)
+    seq_idx = random_documents(3, 63) if packed else None
+    given = {"initial_state": state[:, :, 0], "seq_idx": seq_idx, "return_final_state": final}
+    expected = ssd_scan(x, dt, A, B, C, **given)
+    reached = []
+
+    def kernel(x, dt, A, B, C, chunk_size, initial_states, seq_idx, return_final_states):
+        chunks = -(-x.shape[1] // chunk_size)
+        reached.append(
+            max(x.numel(), len(x) * chunks * 60, (len(x) - 1) * x.stride(0) + (x.shape[1] - 1) * x.stride(1))
+        )
+        if seq_idx is not None:
+            assert seq_idx.dtype == torch.int32
+            initial_states = initial_states * (seq_idx[:, 0] == 0)[:, None, None, None]
+        out = ssd_scan_chunked(x, dt, -A, B, C, initial_states, seq_idx, return_final_states)
+        return out if return_final_states else out[0]
+
+    monkeypatch.setattr(scan, "_kernels_take", lambda *_: True)
+    monkeypatch.setattr(scan, "_mamba_ssm_kernels", lambda: {"scan": kernel})
+    monkeypatch.setattr(scan, "MAMBA_SSM_REACH", 300)
+    actual = ssd_scan(x, dt, A, B, C, **given, chunk_size=4)
+    assert max(reached) < 300 < x.numel()
+    assert (actual[1] is None) == (not final)
+    actual, expected = ([v for v in values if v is not None] for values in (actual, expected))
     for a, e in zip(actual, expected, strict=True):
         assert_close(a, e, 1e-12)
     for a, e in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):

@@ -14,7 +14,7 @@ Letters as in `reference.py`: b batch, t time, h heads, p head_dim, g groups, n 
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,9 @@ from .triton_scan import palimpsa_scan_triton
 from .triton_step import palimpsa_step_triton
 
 logger = logging.getLogger(__name__)
+
+MAMBA_SSM_REACH = 2**31
+"""Elements that an offset of `mamba_ssm`'s kernels, which has 32 bits, reaches: 399,457 tokens of mamba2-2.7b."""
 
 
 class ScanOutput(NamedTuple):
@@ -154,18 +157,46 @@ def ssd_scan(
     kernels = _mamba_ssm_kernels() if _kernels_take(x, A) else None
     if kernels is None:
         return ssd_scan_chunked(x, dt, A, B, C, initial_state, seq_idx, return_final_state)
-    out = kernels["scan"](
-        x,
-        dt,
-        -A,
-        B,
-        C,
-        chunk_size=chunk_size,
-        initial_states=initial_state,
-        seq_idx=None if seq_idx is None else document_numbers(seq_idx).to(torch.int32),
-        return_final_states=return_final_state,
-    )
-    return out if return_final_state else (out, None)
+    documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
+    scan = functools.partial(kernels["scan"], A=-A, chunk_size=chunk_size)
+    return _mamba_ssm_scan(scan, (x, dt, B, C, documents), initial_state, chunk_size, return_final_state)
+
+
+def _mamba_ssm_scan(
+    scan: Callable,
+    rows: Sequence[Tensor | None],
+    state: Tensor | None,
+    chunk_size: int,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`mamba_ssm`'s scan of x, dt, B, C and documents, numbered from the state's own as 0; halved until offsets fit."""
+    x, dt, B, C, documents = rows
+    batch, time, heads, head_dim = x.shape
+    groups, state_size = B.shape[2:]
+    chunks = (time + chunk_size - 1) // chunk_size
+    # What it reads, and what it writes for a row of the batch: y, the states and C Bᵀ
+    read = [sum((size - 1) * stride for size, stride in zip(v.shape, v.stride(), strict=True)) for v in (x, dt, B, C)]
+    row = max(time * heads * head_dim, chunks * heads * head_dim * state_size, chunks * chunk_size**2 * groups)
+    if max(*read, batch * row) < MAMBA_SSM_REACH or (batch == 1 and chunks == 1):
+        out = scan(x, dt, B=B, C=C, initial_states=state, seq_idx=documents, return_final_states=return_final_state)
+        return out if return_final_state else (out, None)
+
+    def take(index, *values):
+        return [None if v is None else v[index] for v in values]
+
+    if batch > 1:
+        parts = []
+        for half in (slice(batch // 2), slice(batch // 2, None)):
+            *half_rows, start = take(half, *rows, state)
+            parts.append(_mamba_ssm_scan(scan, half_rows, start, chunk_size, return_final_state))
+        return torch.cat([y for y, _ in parts]), torch.cat([v for _, v in parts]) if return_final_state else None
+    cut = (chunks + 1) // 2 * chunk_size
+    first, second = (take((slice(None), half), *rows) for half in (slice(cut), slice(cut, None)))
+    if documents is not None:
+        second[-1] = second[-1] - first[-1][:, -1:]
+    y, state = _mamba_ssm_scan(scan, first, state, chunk_size, True)
+    rest, state = _mamba_ssm_scan(scan, second, state, chunk_size, return_final_state)
+    return torch.cat((y, rest), 1), state
 
 
 def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None = None) -> Tensor:
