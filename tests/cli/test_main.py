@@ -134,6 +134,18 @@ def test_ctrl_c_is_one_line_and_exit_code_130(cli, monkeypatch):
     assert (outcome.code, outcome.stderr) == (130, "interrupted\n")
 
 
+def test_ctrl_c_that_a_library_wraps_is_ctrl_c(cli, monkeypatch):
+    def wrap(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise UserError("a module cannot be imported") from error
+
+    monkeypatch.setattr("palimpsa_surgery.surgery.export.export", wrap)
+    outcome = cli("export", "a", "--output", "b")
+    assert (outcome.code, outcome.stderr) == (130, "interrupted\n")
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch, cli):
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -182,3 +194,27 @@ program.run()
 def test_interrupt_before_anything_is_imported_is_quiet():
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+IN_A_FINALISER = """
+import os, signal, time
+import palimpsa_surgery.__main__ as program
+import palimpsa_surgery.surgery.export as library
+
+class Finalised:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def export(*arguments, **options):
+    Finalised()
+    time.sleep(20)
+
+library.export = export
+program.sys.argv = ["palimpsa-surgery", "export", "a", "--output", "b"]
+program.run()
+"""
+
+
+def test_interrupt_in_a_finaliser_is_not_lost():
+    done = subprocess.run([sys.executable, "-c", IN_A_FINALISER], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -15,10 +15,11 @@ commands to copy, kept unwrapped by a line that holds only the escape \\b:
 Torch, transformers and Rich are imported inside these functions, so that `--help` is instant.
 """
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        status = app(args=arguments or ["--help"], standalone_mode=False)
+        with _interrupts_unwrapped():
+            status = app(args=arguments or ["--help"], standalone_mode=False)
     except (UserError, typer.TyperException) as error:
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         if message:
@@ -98,6 +100,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status == 130:  # what typer makes of KeyboardInterrupt
         _report("interrupted")
     return status or 0
+
+
+@contextlib.contextmanager
+def _interrupts_unwrapped() -> Iterator[None]:
+    """Raise KeyboardInterrupt for an exception that some library made of one, as lazy imports do."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 def _report(line: str) -> None:
