@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,13 +157,17 @@ OTHER = {"model": "models/plain", "model_fingerprint": "ba5e"}
             OTHER | {"tasks": TASKS | {"ruler_vt": TASKS["ruler_vt"].model_copy(update={"version": "2.0"})}},
             "ruler_vt has version 1.0 against 2.0",
         ),
+        (
+            OTHER | {"tasks": TASKS | {"ruler_vt": TASKS["ruler_vt"].model_copy(update={"available": 9999})}},
+            f"ruler_vt has available {TASKS['ruler_vt'].available} against 9999",
+        ),
         (OTHER | {"preset": "commonsense"}, "models/hybrid has only ruler, which no other has: nothing to compare"),
         (
             {"preset": "commonsense"},
             "all items are of the same weights, those of models/hybrid",
         ),
     ],
-    ids=["same", "limit", "length", "lengths", "tasks", "version", "preset", "one-model"],
+    ids=["same", "limit", "length", "lengths", "tasks", "version", "available", "preset", "one-model"],
 )
 def test_results_that_cannot_be_compared(changes, message, tmp_path):
     items = [save(tmp_path / "a"), save(tmp_path / "b", **changes)]
@@ -200,6 +205,7 @@ def test_diagnoses_of_different_text_cannot_be_compared(diagnosed, tmp_path):
         ),
         (["DIAGNOSED", "HYBRID"], {"data": "TEXT"}, "give --sequences 2 --max-length 40"),
         (["MODEL", "nowhere"], {"data": "TEXT"}, "model nowhere: no such folder"),
+        (["MODEL", ""], {"data": "TEXT"}, "the name of a model is empty"),
         (["MODEL", "TEXT"], {"data": "TEXT"}, "is neither a results.json of `eval` nor a diagnosis.json of `diagnose`"),
         (["MODEL", "HYBRID"], {"data": "TEXT", "max_length": 1}, "max length must be at least 2, got 1"),
         (["MODEL", "HYBRID"], {"data": "TEXT", "sequences": 0}, "number of sequences must be at least 1, got 0"),
@@ -264,9 +270,34 @@ def test_small_changes_and_names_with_dollars(tmp_path):
     assert [place[1] for place in comparison_plots._drawn_scores(done)] == [name], "900 would leave them no room"
 
 
-def test_the_same_model_twice(small_checkpoint, text_file, tmp_path, quick):
-    with pytest.raises(UserError, match="has the same weights as"):
-        compare([small_checkpoint, small_checkpoint], tmp_path / "out", data=text_file, **SIZES)
+@pytest.mark.parametrize("second", ["copy", "tokenizer"])
+def test_what_makes_measuring_useless_is_noticed_before(
+    second, small_checkpoint, hybrid, text_file, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(library, "measure", fail)
+    other = shutil.copytree(small_checkpoint if second == "copy" else hybrid, tmp_path / second)
+    if second == "tokenizer":
+        words = json.loads((other / "tokenizer.json").read_text())
+        words["model"]["merges"] = words["model"]["merges"][:50]
+        (other / "tokenizer.json").write_text(json.dumps(words))
+    message = {"copy": "has the same weights as", "tokenizer": "measured on different text"}
+    with pytest.raises(UserError, match=message[second]):
+        compare([small_checkpoint, other], tmp_path / "out", data=text_file, **SIZES)
+    assert not (tmp_path / "out").exists()
+
+
+def test_conditions_that_differ_are_said_of_each(tmp_path):
+    other = {"model": "hybrid", "model_fingerprint": "0123456789"}  # the same name before and after its training
+    items = [save(tmp_path / "a", model="hybrid"), save(tmp_path / "b", dtype="float16", device="cpu", **other)]
+    done = compare(items, tmp_path / "out")
+    names = [f"hybrid ({subject.fingerprint[:6]})" for subject in done.subjects]
+    assert done.labels == names
+    lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert [line.partition(": lm-eval ")[0] for line in lines if ": lm-eval " in line] == names
+    assert sum("float16 on cpu" in line for line in lines) == 1
 
 
 def test_predictions_that_are_nan(make_checkpoint, small_checkpoint, text_file, tmp_path, quick):

@@ -9,11 +9,12 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.surgery.analysis import device_name, resolve_device, to_json
-from palimpsa_surgery.surgery.checkpoints import Source, load_tokenizer, load_with_fingerprint, open_source
+from palimpsa_surgery.surgery.checkpoints import Source, fingerprint, load_model, load_tokenizer, open_source
 from palimpsa_surgery.surgery.comparison_plots import comparison_markdown, plot_comparison
 from palimpsa_surgery.surgery.diagnosis import DIAGNOSIS_FILE, Diagnosis
 from palimpsa_surgery.surgery.dtypes import check_dtype, choose_dtype, dtype_name
@@ -95,13 +96,16 @@ class Comparison:
 
     @property
     def labels(self) -> list[str]:
-        """Short names: a folder's without those around it, unless two would be the same."""
-        short = [
-            s.name if s.name.count("/") == 1 and not Path(s.name).exists() else Path(s.name).name for s in self.subjects
-        ]
-        return [
-            s.name if short.count(name) > 1 or not name else name for s, name in zip(self.subjects, short, strict=True)
-        ]
+        """Short names, no two the same: a folder's without those around it, if that is enough to tell them apart."""
+
+        def distinct(names: list[str], longer: list[str]) -> list[str]:
+            return [
+                more if names.count(name) > 1 or not name else name for name, more in zip(names, longer, strict=True)
+            ]
+
+        names = [subject.name for subject in self.subjects]
+        short = [name if name.count("/") == 1 and not Path(name).exists() else Path(name).name for name in names]
+        return distinct(distinct(short, names), [f"{s.name} ({s.fingerprint[:6]})" for s in self.subjects])
 
     def save(self, directory: str | os.PathLike) -> Path:
         """Write `comparison.json` into an existing folder and return its path."""
@@ -176,16 +180,26 @@ def compare(
             )
     kind = _common_dtype(list(sources.values()), where, dtype)
     subjects: dict[str, Subject] = {}
+    measured: dict[str, tuple[Source, list[Tensor]]] = {}  # by fingerprint: a model, and its text's token ids
     for index, item in enumerate(items):
         result = results[index]
         if result is None:
-            part = measure(sources[index], texts, tokenizer, max_length, sequences, where, kind)
+            words = load_tokenizer(sources[index], tokenizer)
+            text = Sequences(texts, words, length=max_length, at_most=sequences)
+            ids = list(text)
+            part = _unmeasured(sources[index], text, where)
+            if part.fingerprint in measured:
+                raise UserError(f"{item} has the same weights as {measured[part.fingerprint][0].name}")
+            measured[part.fingerprint] = sources[index], ids
         else:
             part = _subject(result)
         subjects[part.fingerprint] = _merge(subjects.get(part.fingerprint), part, os.fspath(item))
-    done = Comparison(
-        tuple(subjects.values()), device_name(where) if models else None, dtype_name(kind) if kind else None
-    )
+    device_used, dtype_used = (device_name(where), dtype_name(kind)) if kind else (None, None)
+    # Measuring takes long: whatever makes it useless is noticed before.
+    check_comparable(Comparison(tuple(subjects.values()), device_used, dtype_used))
+    for stored, (source, ids) in measured.items():
+        subjects[stored] = measure(subjects[stored], source, ids, where, kind)
+    done = Comparison(tuple(subjects.values()), device_used, dtype_used)
     check_comparable(done)
     with fresh_directory(output, overwrite=overwrite) as directory:
         done.save(directory)
@@ -204,7 +218,7 @@ def read_result(item: str | os.PathLike) -> Evaluation | Diagnosis | None:
     """Read what `eval` or `diagnose` wrote; None if `item` is neither's, and so a model."""
     path = Path(item)
     readers: tuple[tuple[str, Callable], ...] = ((RESULTS_FILE, Evaluation.load), (DIAGNOSIS_FILE, Diagnosis.load))
-    found = [read for name, read in readers if path.name == name or (path / name).is_file()]
+    found = [read for name, read in readers if path.name == name or (path / name).is_file()] if str(item) else []
     if len(found) > 1:
         raise UserError(f"{path} holds both {RESULTS_FILE} and {DIAGNOSIS_FILE}: name the file")
     if not found and path.is_file():
@@ -230,26 +244,31 @@ def _subject(result: Evaluation | Diagnosis) -> Subject:
     )
 
 
+def _unmeasured(source: Source, text: Sequences, device: torch.device) -> Subject:
+    """A model and, read to its end, the text that it is to be measured on."""
+    model = load_model(source, device=device, dtype=source.dtype)
+    return Subject(
+        name=source.name,
+        fingerprint=fingerprint(model),
+        parameters=model.num_parameters(),
+        palimpsa_layers=tuple(model.config.palimpsa_layers),
+        text=Text(text.count, text.length, text.fingerprint),
+    )
+
+
 def _merge(known: Subject | None, new: Subject, item: str) -> Subject:
     """Bring together what is known of one model."""
     if known is None:
         return new
     if twice := sorted(known.evaluations.keys() & new.evaluations.keys()):
         raise UserError(f"{item}: there already are scores of {twice[0]} for these weights, those of {known.name}")
-    if new.speed is not None and known.speed is not None:
-        raise UserError(f"{item} has the same weights as {known.name}")
-    if new.loss is not None and known.loss is not None and new.speed is None and known.speed is None:
+    if new.loss is not None and known.loss is not None:
         raise UserError(f"{item}: there already is a diagnosis of these weights, that of {known.name}")
-    measured = new if new.speed is not None else known  # a model measured now, if there is one
-    return Subject(
-        name=known.name,
-        fingerprint=known.fingerprint,
+    return replace(
+        known,
         parameters=known.parameters or new.parameters,
-        palimpsa_layers=known.palimpsa_layers,
-        loss=measured.loss or known.loss or new.loss,
-        text=measured.text or known.text or new.text,
-        speed=measured.speed,
-        state_bytes=measured.state_bytes,
+        loss=known.loss or new.loss,
+        text=known.text or new.text,
         evaluations=known.evaluations | new.evaluations,
     )
 
@@ -267,9 +286,9 @@ def check_comparable(comparison: Comparison) -> None:
     for subject in subjects:
         others = [other for other in subjects if other is not subject]
         if not any(
-            (subject.loss and other.loss) or subject.evaluations.keys() & other.evaluations.keys() for other in others
+            (subject.text and other.text) or subject.evaluations.keys() & other.evaluations.keys() for other in others
         ):
-            kinds = [*subject.evaluations, *(["perplexities by position"] if subject.loss else [])]
+            kinds = [*subject.evaluations, *(["perplexities by position"] if subject.text else [])]
             raise UserError(f"{subject.name} has only {' and '.join(kinds)}, which no other has: nothing to compare")
     for one, other in combinations(subjects, 2):
         if one.text and other.text and one.text != other.text:
@@ -293,7 +312,7 @@ def _difference(one: Evaluation, other: Evaluation) -> str | None:
         return f"task {sorted(one.tasks.keys() ^ other.tasks.keys())[0]} is in one only"
     for task, first in one.tasks.items():
         second = other.tasks[task]
-        for name in ("version", "num_fewshot", "documents"):
+        for name in ("version", "num_fewshot", "dataset", "available", "documents"):
             if getattr(first, name) != getattr(second, name):
                 return f"{task} has {name} {getattr(first, name)} against {getattr(second, name)}"
     return None
@@ -301,42 +320,32 @@ def _difference(one: Evaluation, other: Evaluation) -> str | None:
 
 @torch.inference_mode()
 def measure(
-    source: Source,
-    files: Sequence[Path],
-    tokenizer: str | os.PathLike | None,
-    length: int,
-    sequences: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    subject: Subject, source: Source, texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype
 ) -> Subject:
-    """Measure a model in a type: perplexity by position, speed and bytes of state.
+    """Add what can be measured of a model: perplexity by position, speed and bytes of state.
+
+    Args:
+        source: the model.
+        texts: token ids, [T] each.
+        dtype: of the model's parameters.
 
     Raises:
-        UserError: the text is too short for one sequence, a prediction is not finite, or there is too little memory.
+        UserError: a prediction is not finite, or there is too little memory.
     """
-    texts = Sequences(files, load_tokenizer(source, tokenizer), length=length, at_most=sequences)
+    length = len(texts[0])
     losses = LossByPosition(log_edges(1, length, BINS_PER_OCTAVE))
     try:
-        model, stored = load_with_fingerprint(source, device=device, dtype=dtype)
-        with progress_bar(f"measuring {Path(source.name).name}", sequences * length) as advance:
-            for ids in texts:
+        model = load_model(source, device=device, dtype=dtype)
+        with progress_bar(f"measuring {Path(source.name).name}", len(texts) * length) as advance:
+            for number, ids in enumerate(texts):
                 try:
                     for nll in run_sequence(model, ids.to(device), 2048, StateStatistics(model, [length])):
                         losses.add(nll)
                         advance(len(nll))
                 except UserError as error:
-                    raise UserError(f"model {source.name}: {error} (sequence {texts.count - 1})") from None
+                    raise UserError(f"model {source.name}: {error} (sequence {number})") from None
                 losses.finish_sequence()
         speed = measure_speed(model, length)
     except torch.OutOfMemoryError:
         raise UserError(f"{device} has too little memory for {source.name} at {length} tokens") from None
-    return Subject(
-        name=source.name,
-        fingerprint=stored,
-        parameters=model.num_parameters(),
-        palimpsa_layers=tuple(model.config.palimpsa_layers),
-        loss=losses.summary(),
-        text=Text(texts.count, length, texts.fingerprint),
-        speed=speed,
-        state_bytes=bytes_of_states(model),
-    )
+    return replace(subject, loss=losses.summary(), speed=speed, state_bytes=bytes_of_states(model))

@@ -46,7 +46,7 @@ def comparison_markdown(comparison: "Comparison") -> str:
     """The tables in Markdown, and the figure."""
     lines = [f"# {' against '.join(comparison.labels)}\n"]
     for title, rows, remark in comparison_sections(comparison):
-        lines += [f"## {title}\n", *markdown_table(rows), "", *([f"{remark}\n"] if remark else [])]
+        lines += [f"## {title}\n", *markdown_table(rows), "", *(f"{line}\n" for line in remark.splitlines())]
     return "\n".join([*lines, "![The same as a figure](comparison.png)", ""])
 
 
@@ -119,8 +119,9 @@ def _scores(comparison: "Comparison", preset: str) -> Section:
                 both = found[0] is not None and found[1] is not None
                 cells.append(_difference(found[0], found[1]) if both else "")
             rows.append(cells)
-    cut = [e.truncated for e in evaluations if e is not None]
-    remark = conditions(first) if len(set(cut)) == 1 else f"{conditions(first)} Documents cut: {cut}."
+    how = [(name, conditions(e)) for name, e in zip(comparison.labels, evaluations, strict=True) if e is not None]
+    alike = len({said for _, said in how}) == 1
+    remark = conditions(first) if alike else "\n".join(f"{name}: {said}" for name, said in how)
     return f"Scores, {preset}", rows, remark
 
 
