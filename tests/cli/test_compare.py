@@ -89,10 +89,12 @@ def test_all_options_of_eval_reach_the_library(cli, seen):
         (["eval", "model", "--preset", "ruler", "--output", "out", "--lengths", "4k"], "got '4k'"),
         (["eval", "nowhere", "--preset", "commonsense", "--output", "out"], "model nowhere: no such folder"),
         (["eval", "model", "--preset", "commonsense", "--output", "out", "--batch-size", "x"], "or auto, got x"),
+        (["eval", "model", "--preset", "ruler", "--output", "out", "--batch-size", "9" * 5000], "or auto, got 999"),
+        (["eval", "", "--preset", "commonsense", "--output", "out"], "the name of a model is empty"),
         (["compare", "--output", "out"], "Missing argument 'ITEM...'"),
         (["compare", "nowhere", "--output", "out"], "compare needs two models or results at least, got 1"),
     ],
-    ids=["preset", "lengths", "model", "batch", "no items", "one item"],
+    ids=["preset", "lengths", "model", "batch", "digits", "no name", "no items", "one item"],
 )
 def test_mistakes_are_one_line(arguments, message, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -75,7 +75,7 @@ def eval(
         lengths=None if lengths is None else library.parse_lengths(lengths),
         max_length=max_length,
         allow_longer=allow_longer,
-        batch_size=int(batch_size) if batch_size.isdecimal() else batch_size,
+        batch_size=library.parse_batch_size(batch_size),
         device=device,
         dtype=dtype,
         overwrite=overwrite,

@@ -138,8 +138,8 @@ def load_model(
         The model, in evaluation mode.
 
     Raises:
-        UserError: as `open_source`; also NaN or infinite weights, or a tied head that differs from the
-            embeddings.
+        UserError: as `open_source`; also NaN or infinite weights, a tied head that differs from the
+            embeddings, or too little memory on a GPU.
     """
     source = source if isinstance(source, Source) else open_source(source)
     weights = StoredWeights(source.path)
@@ -152,7 +152,10 @@ def load_model(
         if rule.use == "tied":
             _check_tied(value, weights.read(matched[next(r for r in matched if r.key == EMBEDDINGS)]), source.name)
             continue
-        placed = value.to(device=device, dtype=dtype, copy=True)  # a copy, since `value` may lie in the file
+        try:
+            placed = value.to(device=device, dtype=dtype, copy=True)  # a copy, since `value` may lie in the file
+        except torch.OutOfMemoryError:
+            raise UserError(f"{device} has too little memory for the weights of {source.name}") from None
         _check_finite(value, placed, stored, source.name)
         state[rule.key] = placed
     model = _assemble(PalimpsaMamba2ForCausalLM, copy.deepcopy(source.config), state)

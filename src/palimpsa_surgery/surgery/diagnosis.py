@@ -119,7 +119,7 @@ class Diagnosis:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "it"
-            raise UserError(f"diagnosis {file} is damaged: {where}: {one_line(ValueError(first['msg']))}") from None
+            raise UserError(f"diagnosis {file} is damaged: {where}: {one_line(first['msg'])}") from None
         if problem := found.loss.problem():
             raise UserError(f"diagnosis {file} is damaged: loss: {problem}")
         return found

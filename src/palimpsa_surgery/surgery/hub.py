@@ -48,6 +48,8 @@ def checkpoint_folder(model: str | Path, *, weights: bool = True) -> Path:
     Raises:
         UserError: it is neither, or the Hub does not give it.
     """
+    if not str(model):  # whose Path is the current folder
+        raise UserError("the name of a model is empty")
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -271,7 +271,7 @@ def checked(content: Checked, schema: type[Record], complaint: str) -> Checked:
             for item in error.errors(include_url=False)
         ]
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise UserError(one_line(ValueError(f"{complaint}: {'; '.join(found[:3])}{more}"), limit=400)) from None
+        raise UserError(one_line(f"{complaint}: {'; '.join(found[:3])}{more}", limit=400)) from None
     return content
 
 

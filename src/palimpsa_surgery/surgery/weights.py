@@ -184,8 +184,8 @@ def _special_float(value: dict) -> object:
     return float(number)
 
 
-def one_line(error: BaseException, limit: int = 200) -> str:
-    """The error's message on one line, cut to `limit` characters."""
+def one_line(error: BaseException | str, limit: int = 200) -> str:
+    """A text, or an error's message, on one line, cut to `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 

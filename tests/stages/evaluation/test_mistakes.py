@@ -84,16 +84,32 @@ def test_a_task_file_that_is_none(content, message, hybrid, tmp_path):
     assert message in str(error.value)
 
 
+MEAN = {"aggregation": "mean", "higher_is_better": True}
+ACC = [{"metric": "acc"} | MEAN]
+
+
 @pytest.mark.parametrize(
     ("change", "data", "message"),
     [
         ({"num_fewshot": 3}, ROW, "lm-eval cannot run task (ValueError: Sample larger than population or is negative)"),
         ({"unsafe_code": True}, ROW, "lm-eval cannot run task (ValueError: Attempted to run task: x which is marked"),
         ({"doc_to_text": "{{gone.at}}"}, ROW, "task x: it cannot be loaded (UndefinedError: 'gone' is undefined)"),
+        ({"metric_list": [{"metric": "acurracy"}]}, ROW, "task x: lm-eval has no metric 'acurracy' (metrics: "),
+        ({"metric_list": [*ACC, {"metric": "acc_nrom"} | MEAN]}, ROW, "no metric 'acc_nrom' (did you mean acc_norm?)"),
+        (
+            {"metric_list": [{"metric": "acc", "aggregation": "meen"}]},
+            ROW,
+            "no aggregation 'meen' (did you mean mean?)",
+        ),
+        (
+            {"metric_list": [{"metric": "ter"}]},
+            ROW,
+            "gave no number (lm-eval gives no ter of x, a multiple_choice task)",
+        ),
         ({}, "", "task x: its data are empty"),
         ({}, "{gone", "task x: its data cannot be read: "),
     ],
-    ids=["shots", "unsafe", "field", "empty", "json"],
+    ids=["shots", "unsafe", "field", "metric", "one-metric", "aggregation", "unfit", "empty", "json"],
 )
 def test_a_task_that_lm_eval_cannot_run(change, data, message, hybrid, tmp_path):
     (tmp_path / "rows.jsonl").write_text(data)

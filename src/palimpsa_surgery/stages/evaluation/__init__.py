@@ -4,6 +4,6 @@
 `language_model` is our model as lm-eval wants it. lm-eval is optional: nothing here needs it to be imported.
 """
 
-from palimpsa_surgery.stages.evaluation.evaluate import evaluate, parse_lengths
+from palimpsa_surgery.stages.evaluation.evaluate import evaluate, parse_batch_size, parse_lengths
 
-__all__ = ["evaluate", "parse_lengths"]
+__all__ = ["evaluate", "parse_batch_size", "parse_lengths"]

@@ -18,7 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages.evaluation.harness import Suite, check_lengths, find_suite, load_tasks, require_lm_eval
+from palimpsa_surgery.stages.evaluation.harness import (
+    Suite,
+    check_lengths,
+    check_metrics,
+    find_suite,
+    load_tasks,
+    require_lm_eval,
+)
 from palimpsa_surgery.stages.evaluation.presets import LONGBENCH2_GROUPS, PRESETS, RULER_MARGIN
 from palimpsa_surgery.stages.evaluation.summary import scores_of, task_result
 from palimpsa_surgery.surgery.analysis import device_name, resolve_device
@@ -116,6 +123,7 @@ def evaluate(
         counted = lm.all_lengths()
     if found is None or counted is None:
         return None
+    notes = _notes(suite, loaded, found["results"])
     done = Evaluation(
         model=source.name,
         model_fingerprint=stored,
@@ -134,9 +142,9 @@ def evaluate(
         lengths=lengths or None,
         max_length=max_length,
         stated_length=stated,
-        scores=tuple(scores_of(suite, found, lengths)),
+        scores=tuple(scores_of(suite, found, lengths, notes)),
         tasks={name: task_result(name, found, counted) for name in found["results"]},
-        notes=tuple(_notes(suite, loaded)),
+        notes=tuple(notes),
     )
     with fresh_directory(output, overwrite=overwrite) as directory:
         done.save(directory)
@@ -152,7 +160,23 @@ def parse_lengths(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"lengths must be numbers of tokens such as 4096,8192, got {text!r}") from None
+        raise UserError(f"lengths must be numbers of tokens such as 4096,8192, got {one_line(repr(text))}") from None
+
+
+def parse_batch_size(text: str) -> int | str:
+    """Read `8` or `auto`.
+
+    Raises:
+        UserError: it is something else.
+    """
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:  # also of a number of more digits than Python reads
+        raise UserError(_batch_size_wanted(text)) from None
+
+
+def _batch_size_wanted(got: object) -> str:
+    return f"batch size must be a number, at least 1, or auto, got {one_line(str(got))}"
 
 
 def _check_numbers(limit: int | None, max_length: int | None, batch_size: int | str, dtype: str | None) -> None:
@@ -160,7 +184,7 @@ def _check_numbers(limit: int | None, max_length: int | None, batch_size: int | 
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
     if batch_size != "auto" and not (isinstance(batch_size, int) and batch_size >= 1):
-        raise UserError(f"batch size must be a number, at least 1, or auto, got {batch_size}")
+        raise UserError(_batch_size_wanted(batch_size))
     check_dtype(dtype)
 
 
@@ -222,6 +246,7 @@ def _load(
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+        check_metrics(task)
     return loaded
 
 
@@ -239,9 +264,15 @@ def _needed(task: "Task") -> int:
     return needed if isinstance(needed, int) else 0
 
 
-def _notes(suite: Suite, loaded: "Sequence[Task | Group]") -> list[str]:
-    """What the summary will lack."""
+def _notes(suite: Suite, loaded: "Sequence[Task | Group]", results: Mapping[str, Any]) -> list[str]:
+    """What the summary lacks."""
     notes = []
+    for task in _leaves(loaded) if suite.preset is None else ():
+        given = [key.partition(",")[0] for key in results[task.task_name]]
+        if task.OUTPUT_TYPE != "generate_until" and (
+            lacking := [name for name in task.aggregation() if name not in given]
+        ):
+            notes.append(f"lm-eval gives no {' and no '.join(lacking)} of {task.task_name}, a {task.OUTPUT_TYPE} task")
     if suite.preset is not None and len(suite.tasks) < len(suite.preset.tasks):
         of = f"{len(suite.tasks)} of the preset's {len(suite.preset.tasks)} tasks"
         notes.append(f"{of}: scores that need the others are left out")

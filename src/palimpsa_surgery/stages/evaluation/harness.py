@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,9 +85,13 @@ def find_suite(preset: str, only: Sequence[str] | None = None) -> Suite:
         name, group = _task_name(path)
         chosen = _choose([name], only, f"file {preset}")
         return Suite(path.stem, None, chosen, (path.parent,) if group else (), None if group else path)
-    close = difflib.get_close_matches(preset, PRESETS, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"presets: {', '.join(PRESETS)}"
-    raise UserError(f"{preset!r} is no preset and no task file or folder ({hint})")
+    raise UserError(f"{preset!r} is no preset and no task file or folder ({_hint(preset, PRESETS, 'presets')})")
+
+
+def _hint(name: str, known: Collection[str], what: str) -> str:
+    """What may have been meant instead of an unknown name."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(known)}"
 
 
 def _choose(names: Sequence[str], only: Sequence[str] | None, where: str) -> tuple[str, ...]:
@@ -95,9 +99,7 @@ def _choose(names: Sequence[str], only: Sequence[str] | None, where: str) -> tup
         return tuple(names)
     for name in only:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"tasks: {', '.join(names)}"
-            raise UserError(f"{where} has no task {name!r} ({hint})")
+            raise UserError(f"{where} has no task {name!r} ({_hint(name, names, 'tasks')})")
     if not only:
         raise UserError(f"no tasks of {where} are named (tasks: {', '.join(names)})")
     return tuple(name for name in names if name in only)
@@ -203,6 +205,32 @@ def load_tasks(suite: Suite, metadata: Mapping[str, Any]) -> "list[Task | Group]
     return loaded
 
 
+def check_metrics(task: "Task") -> None:
+    """See that lm-eval has the metrics of a task, and what it is to aggregate their values by.
+
+    Raises:
+        UserError: it has not.
+    """
+    functions = getattr(task, "_metric_fn_list", {})  # None for what it does not find
+    found = {"metric_list": task.config.metric_list, "process_results": task.config.process_results}
+    if problem := _metric_problem(found, [name for name, function in functions.items() if function is not None]):
+        raise UserError(f"task {task.task_name}: {problem}")
+
+
+def _metric_problem(config: Mapping[str, Any], found: Sequence[str] = ()) -> str | None:
+    """Say which metric or aggregation of a task is neither lm-eval's nor among those found elsewhere."""
+    import lm_eval.api.metrics  # noqa: F401 (fills the registries)
+    from lm_eval.api.registry import aggregation_registry, metric_registry
+
+    for entry in config.get("metric_list") or ():
+        names = {} if config.get("process_results") else {"metric": [*metric_registry.keys(), *found]}
+        for key, known in (names | {"aggregation": list(aggregation_registry.keys())}).items():
+            name = entry.get(key)
+            if isinstance(name, str) and name not in known:
+                return f"lm-eval has no {key} {name!r} ({_hint(name, known, f'{key}s')})"
+    return None
+
+
 def _load_problem(error: Exception, config: Mapping[str, Any]) -> str:
     """Say in a few words why a task could not be loaded."""
     import requests
@@ -221,6 +249,8 @@ def _load_problem(error: Exception, config: Mapping[str, Any]) -> str:
         return f"its data cannot be read: {one_line(error.__cause__ or error)}"
     if isinstance(error, StopIteration):
         return "its data are empty"
+    if isinstance(error, KeyError) and error.args == (None,) and (problem := _metric_problem(config)):
+        return problem  # lm-eval looked for the aggregation of a metric that it does not have
     of_hub = isinstance(error, ConnectionError) or type(error).__module__.startswith(("huggingface_hub", "datasets"))
     if of_hub or isinstance(error, FileNotFoundError):
         if named := re.search(r"'([\w.-]+/[\w.-]+)' on the Hub", str(error)):

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from palimpsa_surgery.stages.evaluation.language_model import Lengths
 
 
-def scores_of(suite: Suite, found: Mapping[str, Any], lengths: Sequence[int]) -> list[Score]:
+def scores_of(suite: Suite, found: Mapping[str, Any], lengths: Sequence[int], notes: Sequence[str]) -> list[Score]:
     """The summary: the preset's, or all numbers of a file's tasks.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none; the message has the notes.
     """
     if suite.preset is None:
         scores = file_summary(found["results"], found["higher_is_better"])
     else:
         scores = suite.preset.summary(found["results"], found.get("samples", {}), lengths)
     if not scores:
-        raise UserError(f"{suite.name} gave no number")
+        raise UserError(f"{suite.name} gave no number" + (f" ({'; '.join(notes)})" if notes else ""))
     return scores
 
 
