@@ -170,3 +170,14 @@ def test_text_that_one_stage_holds_out_and_another_reads_is_noted(
     recipe = load_recipe(write_recipe(recipe_dict))
     plan = train(finished.plan.source.path, recipe, tmp_path / "run", dry_run=True).plan
     assert ("Stages first and second read code.jsonl in different ways" in " ".join(plan.notes)) is noted
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_set_that_one_stage_reads_twice_is_noted(recipe_dict, write_recipe, finished, tmp_path, apart):
+    (tmp_path / "code.jsonl").write_text('{"text": "a", "language": "C", "repo": "r"}\n')
+    halves = [{"part": part("repo", 0, 0.5)}, {"part": part("repo", 0.5, 1)}] if apart else [{}, {"group_by": "repo"}]
+    recipe_dict["stages"] = recipe_dict["stages"][:1]
+    recipe_dict["stages"][0]["data"] = {"kind": "mixture", "sources": [CODE | half | {"share": 0.5} for half in halves]}
+    recipe = load_recipe(write_recipe(recipe_dict))
+    notes = " ".join(train(finished.plan.source.path, recipe, tmp_path / "run", dry_run=True).plan.notes)
+    assert ("Stage first reads code.jsonl through several sources: what one holds out" in notes) is not apart

@@ -16,6 +16,7 @@ from uuid import uuid4
 from palimpsa_surgery import ranks
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.recipe import Stage
+from palimpsa_surgery.surgery.outputs import writing
 
 if TYPE_CHECKING:
     import torch
@@ -132,14 +133,18 @@ def check_shared_folder(file: Path) -> None:
     """See that all ranks have rank 0's file before them, by what it writes there.
 
     Raises:
-        UserError: on a rank that does not; the message names its machine.
+        UserError: on a rank that does not; the message names its machine. On all, if rank 0 cannot write there.
     """
     if ranks.world_size() == 1:
         return
-    token = uuid4().hex
-    if ranks.is_first():
-        file.write_text(token, encoding="utf-8")
-    token = ranks.tell(token)
+
+    def leave_token() -> str:
+        token = uuid4().hex
+        with writing(file):
+            file.write_text(token, encoding="utf-8")
+        return token
+
+    token = ranks.agreed(leave_token)
     deadline = time.monotonic() + SHARED_FOLDER_PATIENCE
     while not (file.is_file() and file.read_text(encoding="utf-8") == token):
         if time.monotonic() > deadline:

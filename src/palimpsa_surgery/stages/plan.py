@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -290,9 +290,16 @@ def _lora_note(source: "Source", stage: Stage) -> str:
 
 
 def _overlap_notes(stages: tuple[StagePlan, ...], scored: int) -> Iterator[str]:
-    """Say which stages may train on what others hold out: documents, unless both read them alike."""
+    """Say which stages may train on what they or others hold out: documents, unless both read them alike."""
     from palimpsa_surgery.stages.data.preparation import held_out_tokens
 
+    sources = {plan.folder: [source for _, source in sources_of(plan.stage.data)] for plan in stages}
+    for plan in stages:
+        if sets := shared_sets(combinations(sources[plan.folder], 2)):
+            yield (
+                f"Stage {plan.stage.name} reads {sets} through several sources: what one holds out, another may train "
+                "on, unless each has a part of its own."
+            )
     for one, other in combinations(stages, 2):
         alike = {
             (plan.stage.data.model_dump_json(), held_out_tokens(plan.stage, plan.tokens, scored))
@@ -300,11 +307,11 @@ def _overlap_notes(stages: tuple[StagePlan, ...], scored: int) -> Iterator[str]:
             + ((plan.stage.sequence_length,) if plan.stage.data.kind == "mixture" else ())
             for plan in (one, other)
         }
-        if len(alike) > 1 and (sets := shared_sets(one.stage.data, other.stage.data)):
+        if len(alike) > 1 and (sets := shared_sets(product(sources[one.folder], sources[other.folder]))):
             yield (
-                f"Stages {one.stage.name} and {other.stage.name} read {', '.join(sets)} in different ways, and each "
-                "holds out what it reads first: either may train on text that the other holds out, unless each has a "
-                "part of its own."
+                f"Stages {one.stage.name} and {other.stage.name} read {sets} in different ways, and each holds out "
+                "what it reads first: either may train on text that the other holds out, unless each has a part of "
+                "its own."
             )
 
 

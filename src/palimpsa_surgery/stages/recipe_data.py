@@ -1,6 +1,7 @@
 """The part of a recipe that says what a stage reads: text, instructions, synthetic tasks, or a mixture of them."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -359,15 +360,14 @@ def origin_of(source: Source) -> str:
     return f"{source.hub.dataset}{config} @ {source.hub.revision or 'main'}"
 
 
-def shared_sets(one: Data, other: Data) -> list[str]:
-    """Hub sets and files of which two stages may read the same rows, since nothing keeps them apart."""
+def shared_sets(pairs: Iterable[tuple[Source, Source]]) -> str:
+    """Hub sets and files of which both sources of a pair may read the same rows, since nothing keeps them apart."""
     shared: dict[str, str] = {}
-    for a in (source for _, source in sources_of(one) if isinstance(source, Rows)):
-        for b in (source for _, source in sources_of(other) if isinstance(source, Rows)):
-            if not _disjoint(a, b):
-                theirs = _sets(b)
-                shared |= {key: name for key, name in _sets(a).items() if key in theirs}
-    return list(shared.values())
+    for one, other in pairs:
+        if isinstance(one, Rows) and isinstance(other, Rows) and not _disjoint(one, other):
+            theirs = _sets(other)
+            shared |= {key: name for key, name in _sets(one).items() if key in theirs}
+    return ", ".join(shared.values())
 
 
 def _sets(source: Rows) -> dict[str, str]:
