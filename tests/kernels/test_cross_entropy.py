@@ -160,6 +160,8 @@ def test_on_cuda_both_ways_equal_float64(fused, small_blocks, monkeypatch):
     assert_close(total, expected, 1e-5, "loss")
     for actual, wanted in zip(gradients(total, *ours[:2]), wanted_gradients, strict=True):
         assert_close(actual, wanted, 1e-5)
+    head_alone, _ = linear_cross_entropy(ours[0].detach(), *ours[1:])
+    assert_close(gradients(head_alone, ours[1])[0], wanted_gradients[1], 1e-5, "weight beside frozen layers")
     with torch.autocast("cuda", torch.bfloat16):
         rounded, _ = linear_cross_entropy(*ours)
     assert_close(rounded, expected, 5e-3, "loss under autocast")

@@ -42,7 +42,9 @@ def linear_cross_entropy(
         )
     hidden_states, labels = hidden_states.reshape(-1, weight.shape[-1]), labels.reshape(-1)
     count = (labels != ignore_index).sum()
-    liger = _liger() if hidden_states.is_cuda and weight.dtype != torch.float64 else None
+    # Liger's loss has a gradient of the weight only beside one of the hidden states
+    head_alone = torch.is_grad_enabled() and weight.requires_grad and not hidden_states.requires_grad
+    liger = _liger() if hidden_states.is_cuda and weight.dtype != torch.float64 and not head_alone else None
     if liger is not None:
         if torch.is_autocast_enabled("cuda"):
             hidden_states = hidden_states.to(torch.get_autocast_dtype("cuda"))
