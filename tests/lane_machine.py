@@ -4,6 +4,7 @@ The kernels of `hopper_adjoints.py` and `hopper_gradients.py` see each tensor as
 moves between lanes moves in named instructions. Here those instructions are written down again, from the layouts in
 the PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8, "movmatrix"), so that layouts, addresses and algebra
 are tested without a GPU. Threads run in step, but shared memory refuses what depends on that: see `SharedMemory`.
+The tensors of `hopper_read_out.py` are whole blocks, which numpy computes with as they are.
 """
 
 import importlib
@@ -40,6 +41,8 @@ def register(values) -> Register:
 
 class Pointer:
     """An address of each thread, or one of all, in elements of a tensor's storage."""
+
+    dtype = types.SimpleNamespace(element_ty=np.float32)  # `store` rounds to the tensor's type
 
     def __init__(self, flat: torch.Tensor, offset):
         self.flat, self.offset = flat, offset
@@ -140,8 +143,9 @@ class Machine:
             float32=np.float32,
             int32=np.int32,
             int64=np.int64,
-            bfloat16=np.float32,  # `store` rounds to the tensor's type
+            bfloat16=np.float32,
             BlockedLayout=lambda *_: None,
+            SliceLayout=lambda *_: None,
             SwizzledSharedLayout=lambda *_: None,
             allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: register(np.arange(start, end, dtype=np.int32)),
@@ -150,6 +154,10 @@ class Machine:
             maximum=lambda a, b: register(np.maximum(a, b)),
             cdiv=lambda a, b: register(-(-a // b)),
             where=self._where,
+            exp=lambda v: register(np.exp(v)),
+            expand_dims=lambda v, axis: register(np.expand_dims(v, axis)),
+            sum=lambda v, axis: register(np.sum(v, axis)),
+            to_tensor=lambda v: register(np.int32(v)),
             static_range=range,
             load=load,
             store=self._store,
@@ -188,11 +196,9 @@ class Machine:
         return register(values.astype(np.int64).astype(np.int32) if integer else values)
 
     def _store(self, address: Pointer, value, mask=None):
-        offset, value = np.broadcast_to(address.offset, self.threads), np.broadcast_to(value, self.threads)
-        chosen = slice(None) if mask is None else np.broadcast_to(mask, self.threads)
-        assert (offset[chosen] >= 0).all()
-        flat = address.flat
-        flat[torch.from_numpy(offset[chosen].copy())] = torch.from_numpy(value[chosen].copy()).to(flat.dtype)
+        offset, value, mask = np.broadcast_arrays(address.offset, value, True if mask is None else mask)
+        assert (offset[mask] >= 0).all()
+        address.flat[torch.from_numpy(offset[mask])] = torch.from_numpy(value[mask]).to(address.flat.dtype)
 
     def _allocate(self, dtype, shape, layout):
         assert shape[1] == self.threads
@@ -258,7 +264,7 @@ class Kernel:
         self.modules, self.function = modules, getattr(modules[-1], name)
 
     def __getitem__(self, grid):
-        def run(*arguments, num_warps, maxnreg=None):
+        def run(*arguments, num_warps, maxnreg=None, **constants):
             arguments = [pointer(v) if isinstance(v, torch.Tensor) else v for v in arguments]
             for program in itertools.product(*(range(size) for size in grid)):
                 machine = Machine(32 * num_warps, program)
@@ -266,23 +272,28 @@ class Kernel:
                     for name, instruction in machine.instructions().items():
                         if hasattr(module, name):
                             setattr(module, name, instruction)
-                self.function(*arguments)
+                self.function(*arguments, **constants)
 
         return run
 
 
-def load_kernels() -> tuple[Kernel, Kernel]:
-    """`segment_adjoints` and `segment_gradients`, loaded a second time, as on a machine that has no Gluon."""
+def load_kernels() -> tuple[Kernel, Kernel, Kernel]:
+    """`read_out`, `segment_adjoints` and `segment_gradients`, loaded a second time, as on a machine without Gluon."""
     package = types.ModuleType("lane_machine_kernels")
     package.__path__ = [str(Path(palimpsa_surgery.kernels.__file__).parent)]
     present = sys.modules.get("triton.experimental")
     sys.modules |= {package.__name__: package, "triton.experimental": None}
     try:
-        names = ("hopper_lanes", "hopper_rows", "hopper_gradients", "hopper_adjoints")
-        lanes, rows, gradients, adjoints = (importlib.import_module(f"{package.__name__}.{name}") for name in names)
+        names = ("hopper_lanes", "hopper_rows", "hopper_gradients", "hopper_adjoints", "hopper_read_out")
+        modules = (importlib.import_module(f"{package.__name__}.{name}") for name in names)
+        lanes, rows, gradients, adjoints, read_out = modules
     finally:
         if present is None:
             del sys.modules["triton.experimental"]
         else:
             sys.modules["triton.experimental"] = present
-    return Kernel("segment_adjoints", [lanes, adjoints]), Kernel("segment_gradients", [lanes, rows, gradients])
+    return (
+        Kernel("read_out", [lanes, read_out]),
+        Kernel("segment_adjoints", [lanes, adjoints]),
+        Kernel("segment_gradients", [lanes, rows, gradients]),
+    )

@@ -1,4 +1,4 @@
-"""The Hopper kernels of the backward pass, lane by lane on the CPU, against the float64 loop.
+"""The Hopper kernels on the CPU, those of the backward pass lane by lane, against the float64 loop.
 
 In a process of its own, where Triton interprets the kernels around them: the variable that asks for it is read when
 the package is imported.
@@ -25,15 +25,20 @@ from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from scan_cases import NAMES, Case, differentiate, make
 
 torch.set_num_threads(1)
-hopper_scan.segment_adjoints_kernel, hopper_scan.segment_gradients_kernel = load_kernels()
+read_out, segment_adjoints, segment_gradients = load_kernels()
+hopper_scan.read_out_kernel = read_out
+hopper_scan.segment_adjoints_kernel, hopper_scan.segment_gradients_kernel = segment_adjoints, segment_gradients
 triton_scan.tuned_fits = lambda x, beta, B: True
-triton_scan.TUNED_SEGMENT = 64
+triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
 # Triton's interpreter multiplies bfloat16 matrices wrongly
 triton_scan._dot_types = lambda x: {{"DOT": tl.float32, "PRECISION": "ieee"}}
 
 data = make(Case(1, 70, 1, 64, 128, 1, torch.bfloat16, initial=True, documents=3))
 expected = differentiate(palimpsa_scan_reference, data, False, torch.float64)
 documents = document_numbers(data.seq_idx).to(torch.int32)
+y, final_state, _ = triton_scan._forward(*data.arguments.values(), documents, False)
+assert_close(y, expected["y"], 2e-3, "y")
+assert_close(final_state, expected["final_state"], 1e-6, "final_state")
 gradients = triton_scan._backward(*data.arguments.values(), documents, data.dy, data.dfinal, None)
 # and rounds to bfloat16 by cutting off: what it prepares errs twice as much and to one side, which sums over all
 # tokens, rows and keys show most
@@ -44,7 +49,7 @@ for name, gradient in zip(NAMES, gradients, strict=True):
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton for its interpreter")
-def test_backward_pass():
+def test_scan_and_gradients():
     script = SCRIPT.format(tests=str(Path(__file__).parents[1]))
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
