@@ -11,6 +11,7 @@ import importlib
 import itertools
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -87,13 +88,15 @@ def unpack(pair) -> tuple[np.ndarray, np.ndarray]:
 class SharedMemory:
     """Words of shared memory, and who has used each since the last barrier.
 
-    An assertion fails where another order of the threads would give another result: a word is read or written that
-    another thread has written since, or written that another thread has read since, or used while a copy to it is in
-    flight. What was never written is NaN.
+    What depends on the order of the threads is NaN: a word that was never written, that another thread has written
+    since, or that is being copied. To write what another thread has written or read since, or what is being copied,
+    fails.
     """
 
+    NAN = np.uint32(0x7FC07FC0).view(np.float32)  # as a pair of bfloat16 too
+
     def __init__(self, words: int, threads: int):
-        self.words = np.full(words, np.nan, np.float32)
+        self.words = np.full(words, self.NAN)
         self.thread = np.arange(threads)
         self.copying = np.full(words, -1)  # the thread that has not waited for its copy yet
         self.barrier()
@@ -108,13 +111,14 @@ class SharedMemory:
         self.copying[:] = -1
 
     def read(self, address) -> np.ndarray:
-        place = self._place(address)
+        place, settled = self._place(address)
         np.minimum.at(self.first_reader, place, self.thread)
         np.maximum.at(self.last_reader, place, self.thread)
-        return self.words[place]
+        return np.where(settled, self.words[place], self.NAN)
 
     def write(self, address, values, copy: bool = False):
-        place = self._place(address)
+        place, settled = self._place(address)
+        assert settled.all(), "a word is written that another thread or copy writes"
         assert np.unique(place).size == place.size, "two threads write a word"
         for reader in (self.first_reader[place], self.last_reader[place]):
             unread = (reader < 0) | (reader == self.thread.size)
@@ -122,13 +126,12 @@ class SharedMemory:
         (self.copying if copy else self.writer)[place] = self.thread
         self.words[place] = values
 
-    def _place(self, address) -> np.ndarray:
+    def _place(self, address) -> tuple[np.ndarray, np.ndarray]:
+        """The words at each thread's address, and whether each is what it is for every order of the threads."""
         place = np.broadcast_to(address // 4, self.thread.shape)
         assert (place >= 0).all()
-        assert (self.copying[place] < 0).all(), "a word is used that is being copied"
         writer = self.writer[place]
-        assert ((writer < 0) | (writer == self.thread)).all(), "a word is used that another thread may not have written"
-        return place
+        return place, (self.copying[place] < 0) & ((writer < 0) | (writer == self.thread))
 
 
 class Machine:
@@ -260,8 +263,8 @@ class Machine:
 class Kernel:
     """Stands in for a kernel: `kernel[grid](*arguments)` runs its programs one after the other."""
 
-    def __init__(self, name: str, modules: list):
-        self.modules, self.function = modules, getattr(modules[-1], name)
+    def __init__(self, function: Callable, modules: list):
+        self.function, self.modules = function, modules
 
     def __getitem__(self, grid):
         def run(*arguments, num_warps, maxnreg=None, **constants):
@@ -285,15 +288,12 @@ def load_kernels() -> tuple[Kernel, Kernel, Kernel]:
     sys.modules |= {package.__name__: package, "triton.experimental": None}
     try:
         names = ("hopper_lanes", "hopper_rows", "hopper_gradients", "hopper_adjoints", "hopper_read_out")
-        modules = (importlib.import_module(f"{package.__name__}.{name}") for name in names)
-        lanes, rows, gradients, adjoints, read_out = modules
+        modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
     finally:
         if present is None:
             del sys.modules["triton.experimental"]
         else:
             sys.modules["triton.experimental"] = present
-    return (
-        Kernel("read_out", [lanes, read_out]),
-        Kernel("segment_adjoints", [lanes, adjoints]),
-        Kernel("segment_gradients", [lanes, rows, gradients]),
-    )
+    *_, gradients, adjoints, read_out = modules
+    functions = (read_out.read_out, adjoints.segment_adjoints, gradients.segment_gradients)
+    return tuple(Kernel(function, modules) for function in functions)
