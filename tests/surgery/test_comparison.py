@@ -206,6 +206,8 @@ def test_diagnoses_of_different_text_cannot_be_compared(diagnosed, tmp_path):
         (["DIAGNOSED", "HYBRID"], {"data": "TEXT"}, "give --sequences 2 --max-length 40"),
         (["MODEL", "nowhere"], {"data": "TEXT"}, "model nowhere: no such folder"),
         (["MODEL", ""], {"data": "TEXT"}, "the name of a model is empty"),
+        (["MODEL", "FOLDER"], {"data": "TEXT"}, "or config.json: neither results nor a model"),
+        (["MODEL", "HYBRID"], {"data": "TEXT", "tokenizer": ""}, "the name of a tokenizer is empty"),
         (["MODEL", "TEXT"], {"data": "TEXT"}, "is neither a results.json of `eval` nor a diagnosis.json of `diagnose`"),
         (["MODEL", "HYBRID"], {"data": "TEXT", "max_length": 1}, "max length must be at least 2, got 1"),
         (["MODEL", "HYBRID"], {"data": "TEXT", "sequences": 0}, "number of sequences must be at least 1, got 0"),
@@ -218,6 +220,7 @@ def test_diagnoses_of_different_text_cannot_be_compared(diagnosed, tmp_path):
 )
 def test_mistakes_are_named(items, options, message, small_checkpoint, hybrid, diagnosed, text_file, tmp_path, quick):
     names = {"MODEL": small_checkpoint, "HYBRID": hybrid, "DIAGNOSED": diagnosed, "TEXT": text_file}
+    names["FOLDER"] = text_file.parent
     options = {key: names.get(value, value) for key, value in options.items()}
     with pytest.raises(UserError) as error:
         compare([names.get(item, item) for item in items], tmp_path / "out", **options)
@@ -257,13 +260,44 @@ def test_bins_of_positions_must_be_the_same(diagnosed, tmp_path):
         compare([diagnosed, tmp_path / "other"], tmp_path / "out")
 
 
-def test_small_changes_and_names_with_dollars(tmp_path):
+def test_a_score_that_only_one_has_is_in_the_table(tmp_path):
+    scores = (Score(name="acc", value=0.5), Score(name="f1", value=0.25))
+    items = [save(tmp_path / "a", scores=scores[:1]), save(tmp_path / "b", **OTHER, scores=scores)]
+    lines = comparison_plots.comparison_markdown(compare(items, tmp_path / "out")).splitlines()
+    assert "| f1 |  | 0.25 |  |" in lines
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 13])
+def test_a_figure_of_long_names_holds_its_legend(count, diagnosed, tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison_plots.Figure, "savefig", lambda figure, path: drawn.append(figure))
+    drawn, found = [], Diagnosis.load(diagnosed)
+    speed, evaluations = Speed(40, 9.0, 5.0), {"ruler": make_evaluation()}
+    subjects = [
+        library.Subject(f"a/long-name-{'of-a-model-' * 9}{i}", str(i), 1, (), found.loss, None, speed, 2, evaluations)
+        for i in range(count)
+    ]
+    comparison_plots.plot_comparison(library.Comparison(tuple(subjects), "cpu", "float32"), tmp_path / "x.png")
+    figure = drawn[0]
+    figure.draw_without_rendering()
+    places = [figure.legends[0].get_window_extent(), *(axes.get_tightbbox() for axes in figure.axes)]
+    assert min(min(place.x0, place.y0) for place in places) >= 0
+    assert max(place.x1 for place in places) <= figure.bbox.width
+    assert max(place.y1 for place in places) <= figure.bbox.height
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(places, 2))
+    looks = {(line.get_color(), line.get_marker()) for line in figure.legends[0].get_lines()}
+    assert len(looks) == count, "no two look the same"
+
+
+@pytest.mark.filterwarnings("error")
+def test_small_changes_and_odd_names(tmp_path):
     name = "beasts $a_{b acc"  # which matplotlib would take for a formula, and a broken one
     items = []
     for model, value in (("plain", 0.5), ("hybrid", 0.5021)):
         scores = (Score(name=name, value=value), Score(name="prose", value=900.0, unit="perplexity"))
         folder = tmp_path / model
-        items.append(save(folder, model=f"$_{model}", model_fingerprint=model, scores=scores, preset="mine"))
+        items.append(
+            save(folder, model=f"$_\u6a21\u578b {model}", model_fingerprint=model, scores=scores, preset="mine")
+        )
     done = compare(items, tmp_path / "out")
     lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert f"| {name} | 0.5 | 0.5021 | +0.0021 |" in lines

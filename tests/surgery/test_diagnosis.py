@@ -354,6 +354,8 @@ def test_a_damaged_diagnosis_is_one_line(text, message, tmp_path):
         (("loss", "nll_sums", 0), None, "loss.nll_sums.0: Input should be a valid number"),
         (("loss", "nll_sums", 0), "NaN", "loss: a number is not finite"),
         (("loss", "tokens", 0), 0, "loss: a bin is empty"),
+        (("loss", "perplexity", 0), 0.5, "loss: a perplexity is below 1"),
+        (("loss", "nll_sums", 0), -2.0, "loss: a perplexity is below 1"),
         (("loss", "tokens"), [1], "loss: its lists are not of one length"),
         (("loss", "ends", 0), 9, "loss: its bins do not follow each other from position 1"),
         (("model",), 3, "model: Input should be a valid string"),

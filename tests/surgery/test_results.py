@@ -104,9 +104,30 @@ def test_the_report_fits_80_columns_and_names_what_was_cut():
         (lambda content: content["scores"][0].update(unit="apples"), "is damaged: scores.0.unit: input should be"),
         (lambda content: content.update(tasks={}), "is damaged: tasks: dictionary should have at least 1 item"),
         (lambda content: content["scores"][0].update(task="gone"), "of task gone, which is not among the tasks"),
+        (lambda content: content["scores"].append(content["scores"][0]), "score N-1 at 4,096 is there 2 times"),
+        (lambda content: content.update(limit=0), "is damaged: limit: input should be greater than or equal to 1"),
+        (
+            lambda content: content["tasks"]["ruler_vt"].update(documents=-1),
+            "tasks.ruler_vt.documents: input should be",
+        ),
         (lambda content: content.update(notes={"__float__": []}), "is not valid JSON: __float__ is [], no number"),
     ],
-    ids=["version", "kind", "no-kind", "type", "unknown", "missing", "null", "unit", "empty", "task", "float"],
+    ids=[
+        "version",
+        "kind",
+        "no-kind",
+        "type",
+        "unknown",
+        "missing",
+        "null",
+        "unit",
+        "empty",
+        "task",
+        "twice",
+        "none",
+        "negative",
+        "float",
+    ],
 )
 def test_a_damaged_file_is_one_line(change, message, tmp_path):
     path = make_evaluation().save(tmp_path)

@@ -179,7 +179,9 @@ def load_tokenizer(source: Source | str | Path, tokenizer: str | Path | None = N
     """
     source = source if isinstance(source, Source) else open_source(source)
     rows = source.config.vocab_size
-    where = tokenizer or find_tokenizer(source.path, native=source.kind == "native", rows=rows)
+    where = tokenizer
+    if where is None:
+        where = find_tokenizer(source.path, native=source.kind == "native", rows=rows)
     if where is None:
         raise no_tokenizer(source.name)
     return read_tokenizer(where, rows=rows)

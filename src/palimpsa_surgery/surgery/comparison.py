@@ -223,6 +223,8 @@ def read_result(item: str | os.PathLike) -> Evaluation | Diagnosis | None:
         raise UserError(f"{path} holds both {RESULTS_FILE} and {DIAGNOSIS_FILE}: name the file")
     if not found and path.is_file():
         raise UserError(f"{path} is neither a {RESULTS_FILE} of `eval` nor a {DIAGNOSIS_FILE} of `diagnose`")
+    if not found and path.is_dir() and str(item) and not (path / "config.json").is_file():
+        raise UserError(f"{path} holds no {RESULTS_FILE}, {DIAGNOSIS_FILE} or config.json: neither results nor a model")
     return found[0](path) if found else None
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#4d5a66", "#1f6fb4", "#c1272d", "#2e8b57", "#8e5ea2", "#d98c00")
 _MARKERS = "osD^vP"
+_PANEL = 4.4, 3.6  # width and height of a panel, in inches
+_NAME = 40  # letters of a model's name in the legend
 
 Section = tuple[str, list[list[str]], str]
 """A title, the rows of a table with its head, and a remark or ""."""
@@ -106,7 +108,7 @@ def _scores(comparison: "Comparison", preset: str) -> Section:
     """Every score of a preset, with the columns of its lengths one below the other."""
     evaluations = [subject.evaluations.get(preset) for subject in comparison.subjects]
     first = next(evaluation for evaluation in evaluations if evaluation is not None)
-    names, columns, places = grid(first.scores)
+    names, columns, places = grid([score for e in evaluations if e is not None for score in e.scores])
     by_place = [grid(e.scores)[2] if e is not None else {} for e in evaluations]
     rows = [_head(comparison, "")]
     for name in names:
@@ -137,40 +139,55 @@ def plot_comparison(comparison: "Comparison", path: Path) -> None:
     panels = []
     if any(subject.loss for subject in subjects):
         panels += [_draw_perplexity, _draw_difference]
-    if comparison.presets:
-        panels.append(_draw_scores)
     if sum(subject.speed is not None for subject in subjects) > 1:
         panels.append(_draw_costs)
-    across = len(panels) if len(panels) < 4 else 2
-    down = -(-len(panels) // across)
-    tall = max(3.6, 1.2 + 0.24 * len(_drawn_scores(comparison)))
-    figure = Figure(figsize=(max(5.4, 4.4 * across), 0.3 + tall * down), dpi=160, layout="constrained")
+    scores = len(_drawn_scores(comparison))
+    # Beside scores, whose panel is as high as their number asks for, the others stand one below the other.
+    down, across = (max(len(panels), 1), 1 + bool(panels)) if scores else (1, len(panels))
+    height = max(_PANEL[1] * down, 1.2 + 0.24 * scores)
+    names = [_clipped(name) for name in comparison.labels]
+    columns = max(1, min(len(names), 3, int(_PANEL[0] * across // (0.5 + 0.08 * max(map(len, names))))))
+    width = max(5.4, _PANEL[0] * across)
+    figure = Figure(figsize=(width, height + 0.2 + 0.2 * -(-len(names) // columns)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(down, across, squeeze=False).flatten()
-    for draw, panel in zip(panels, axes, strict=True):
-        draw(panel, comparison)
-    names = [literal(name) for name in comparison.labels]
-    handles = [
-        axes[0].plot([], [], marker=_MARKERS[i % 6], color=_COLOURS[i % 6], linewidth=1.5, markersize=4)[0]
-        for i in range(len(names))
-    ]
-    figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 3), frameon=False, fontsize=9)
+    rest = height - _PANEL[1] * down
+    places = figure.add_gridspec(
+        down + (rest > 0), across, height_ratios=[*[_PANEL[1]] * down, *([rest] if rest > 0 else [])]
+    )
+    for index, draw in enumerate(panels):
+        draw(figure.add_subplot(places[index, 0] if scores else places[0, index]), comparison)
+    if scores:
+        _draw_scores(figure.add_subplot(places[:, -1]), comparison)
+    first = figure.axes[0]
+    handles = [first.plot([], [], **style, linewidth=1.5, markersize=4)[0] for _, style in _each(comparison)]
+    legend = [literal(name) for name in names]
+    figure.legend(handles, legend, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
     figure.savefig(path)
 
 
-def _each(comparison: "Comparison") -> "list[tuple[Subject, str, str]]":
-    """The models with their colours and markers."""
-    return [(s, _COLOURS[i % 6], _MARKERS[i % 6]) for i, s in enumerate(comparison.subjects)]
+def _clipped(name: str) -> str:
+    """A long name without its middle: its ends tell it from others."""
+    return name if len(name) <= _NAME else f"{name[: _NAME // 2]}…{name[-(_NAME // 2) :]}"
+
+
+def _each(comparison: "Comparison") -> "list[tuple[Subject, dict[str, str]]]":
+    """The models, and the colour and marker of each."""
+    kinds = len(_COLOURS)
+    return [
+        (subject, {"color": _COLOURS[i % kinds], "marker": _MARKERS[(i + i // kinds) % kinds]})
+        for i, subject in enumerate(comparison.subjects)
+    ]
 
 
 def _draw_perplexity(axes: Axes, comparison: "Comparison") -> None:
     curves, last = [], 1
-    for subject, colour, marker in _each(comparison):
+    for subject, style in _each(comparison):
         if subject.loss is None:
             continue
         loss = subject.loss
         at, perplexity = centres(loss.starts, loss.ends), np.array(loss.perplexity)
-        axes.plot(at, perplexity, marker=marker, color=colour, linewidth=1.4, markersize=3)
+        # The first is broad, to be seen below others that lie on it.
+        axes.plot(at, perplexity, **style, linewidth=1.2 if curves else 3.2, markersize=3, alpha=0.9)
         curves.append((at, perplexity))
         last = loss.ends[-1]
     axes.set_xscale("log")
@@ -189,10 +206,11 @@ def _draw_difference(axes: Axes, comparison: "Comparison") -> None:
     """Change of perplexity against the first model: what the text itself does to both cancels."""
     first = next(subject.loss for subject in comparison.subjects if subject.loss is not None)
     at = centres(first.starts, first.ends)
-    for subject, colour, marker in _each(comparison):
+    for subject, style in _each(comparison):
         if subject.loss is not None:
-            change = 100 * np.expm1(np.array(subject.loss.nll) - np.array(first.nll))
-            axes.plot(at, change, marker=marker, color=colour, linewidth=1.4, markersize=3)
+            with np.errstate(over="ignore"):  # of a model that is broken: infinity, which is left out
+                change = 100 * np.expm1(np.array(subject.loss.nll) - np.array(first.nll))
+            axes.plot(at, change, **style, linewidth=1.4, markersize=3)
     axes.set_xscale("log")
     axes.set_xlim(0.9, first.ends[-1] * 1.1)
     number_ticks(axes.xaxis, 1, first.ends[-1])
@@ -223,14 +241,14 @@ def _drawn_scores(comparison: "Comparison") -> dict[tuple[str, str, str], Score]
 def _draw_scores(axes: Axes, comparison: "Comparison") -> None:
     """A row for each score, a mark for each model."""
     places = _drawn_scores(comparison)
-    for subject, colour, marker in _each(comparison):
+    for subject, style in _each(comparison):
         rows, values = [], []
         for row, (preset, name, column) in enumerate(places):
             scores = grid(subject.evaluations[preset].scores)[2] if preset in subject.evaluations else {}
             if (name, column) in scores:
                 rows.append(row)
                 values.append(scores[name, column].value)
-        axes.plot(values, rows, marker=marker, color=colour, linestyle="none", markersize=5, alpha=0.85)
+        axes.plot(values, rows, **style, linestyle="none", markersize=5, alpha=0.85)
     names = [literal(f"{name} {column}".strip()) for _, name, column in places]
     axes.set_yticks(range(len(places)), names, fontsize=8)
     axes.set_ylim(len(places) - 0.5, -0.5)
@@ -242,7 +260,7 @@ def _draw_scores(axes: Axes, comparison: "Comparison") -> None:
 
 def _draw_costs(axes: Axes, comparison: "Comparison") -> None:
     """Bars of speed and state, relative to the first model that was measured."""
-    measured = [(s, colour) for s, colour, _ in _each(comparison) if s.speed is not None]
+    measured = [(s, style["color"]) for s, style in _each(comparison) if s.speed is not None]
     first = measured[0][0]
     quantities = (
         ("prefill\nspeed", lambda s: s.speed.prefill),
@@ -256,7 +274,8 @@ def _draw_costs(axes: Axes, comparison: "Comparison") -> None:
         highest = max(highest, *ratios)
         at = np.arange(len(quantities)) + (index - (len(measured) - 1) / 2) * width
         bars = axes.bar(at, ratios, 0.92 * width, color=colour)
-        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], fontsize=7, padding=1)
+        turned = 90 if len(measured) > 3 else 0
+        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], fontsize=7, padding=2, rotation=turned)
     axes.axhline(1, color="#9aa3ab", linewidth=0.8, zorder=0)
     axes.set_ylim(0, 1.15 * highest)
     axes.set_xticks(range(len(quantities)), [name for name, _ in quantities])

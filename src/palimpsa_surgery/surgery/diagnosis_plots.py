@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from palimpsa_surgery.surgery.state_statistics import LayerDiagnosis
 
 _LINE, _BAND, _GRID = "#1f6fb4", "#1f6fb433", "#d9dde1"
-_BANDED = "median over heads (bands: middle half)"
 _HEADS_SHOWN = 6
 _LABELS_AT_MOST = 10  # lines that get a legend; more of them get a colour bar
 
@@ -171,7 +170,7 @@ def plot_importance(diagnosis: "Diagnosis", path: Path) -> None:
     for axes, values, name in ((panels[0], mean, "mean"), (panels[1], std, "standard deviation")):
         _draw_layers(axes, diagnosis.positions, values, layers)
         axes.set_ylabel(rf"{name} of $\bar I$")
-        axes.set_title(_BANDED, fontsize=9)
+        axes.set_title(_of_heads(layers), fontsize=9)
     _log_axis(panels[0], np.concatenate([mean, std]))
     _name_layers(figure, panels, layers)
     figure.suptitle(f"Importance above the prior of {shortened(diagnosis.model)}", fontsize=11)
@@ -240,13 +239,19 @@ def _plot_layers(
     right.set_ylabel("layer")
     bar = figure.colorbar(mesh, ax=right, pad=0.02, aspect=28)
     bar.outline.set_visible(False)
+    bar.set_label(label, fontsize=9)
     if log:
         number_ticks(bar.ax.yaxis, norm.vmin, norm.vmax)
     when = "over all tokens" if values.ndim == 2 else f"at {diagnosis.positions[-1]:,} tokens"
-    left.set_title("median over heads" if values.ndim == 2 else _BANDED, fontsize=9)
+    left.set_title("median over heads" if values.ndim == 2 else _of_heads(layers), fontsize=9)
     right.set_title(f"by head, {when}", fontsize=9)
     figure.suptitle(f"{title} of {shortened(diagnosis.model)}", fontsize=11)
     figure.savefig(path)
+
+
+def _of_heads(layers: Sequence["LayerDiagnosis"]) -> str:
+    """What the lines are; there are bands as long as there are few lines."""
+    return "median over heads" + (" (bands: middle half)" if len(layers) <= _LABELS_AT_MOST else "")
 
 
 def _draw_layers(axes: Axes, positions: Sequence[int], values: np.ndarray, layers: Sequence["LayerDiagnosis"]) -> None:
@@ -317,7 +322,7 @@ def _name_layers(figure: Figure, panels: object, layers: Sequence["LayerDiagnosi
     """Say which colour is which layer: a legend for a few, a colour bar for many."""
     first = np.atleast_1d(panels)[0]
     if len(layers) <= _LABELS_AT_MOST and first.get_legend_handles_labels()[0]:
-        first.legend(frameon=False, fontsize=7, ncols=2)
+        first.legend(fontsize=8, ncols=2, edgecolor="none", framealpha=0.8)
         return
     colours = _layer_colours(layers)
     edges = np.arange(len(layers) + 1) - 0.5
@@ -367,11 +372,15 @@ def number_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def _plain(value: float) -> str:
-    """A tick's number: 0.001, 30, 16k, 2M, 1e-05."""
+    """A tick's number: 0.001, 30, 16k, 2M, and others as powers of ten."""
     for size, unit in ((1, ""), (1e3, "k"), (1e6, "M")):
         if 1e-3 <= abs(value) < size * 1000:
             return f"{value / size:.4g}{unit}"
-    return f"{value:.3g}"
+    if value == 0:
+        return "0"
+    factor, exponent = f"{value:.2e}".split("e")
+    times = "" if float(factor) == 1 else rf"{float(factor):g} \times "
+    return f"${times}10^{{{int(exponent)}}}$"
 
 
 def diagnosis_report(diagnosis: "Diagnosis") -> Group:

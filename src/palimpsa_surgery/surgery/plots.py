@@ -12,6 +12,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from rich.console import Group
@@ -260,5 +261,6 @@ def shortened(model: str) -> str:
 
 
 def literal(text: str) -> str:
-    """Text that matplotlib draws as it is: a dollar would start a formula."""
-    return text.replace("$", r"\$")
+    """Text that matplotlib draws as it is: a dollar would start a formula, and what its font lacks is a square."""
+    drawable = get_font(findfont(FontProperties())).get_charmap()
+    return "".join(letter if ord(letter) in drawable else "\N{WHITE SQUARE}" for letter in text).replace("$", r"\$")

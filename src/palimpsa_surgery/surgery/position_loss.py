@@ -70,6 +70,8 @@ class PositionLoss:
             return "a bin is empty"
         if not all(map(math.isfinite, self.nll_sums)) or any(value != value for value in self.perplexity):
             return "a number is not finite"
+        if min(self.nll_sums) < -1e-3 or min(self.perplexity) < 1:
+            return "a perplexity is below 1"
         return None
 
 

@@ -5,14 +5,15 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.surgery.records import check_version, saved_file
+from palimpsa_surgery.surgery.records import Count, check_version, saved_file
 from palimpsa_surgery.surgery.weights import read_json
 
 VERSION = 1
@@ -43,15 +44,15 @@ class TaskResult(_Strict):
     num_fewshot: int
     dataset: str | None = None
     """Hub id or builder of its data; None where the task makes them."""
-    documents: int
+    documents: Count
     """Documents that were scored."""
-    available: int
+    available: Count
     """Documents that the task has."""
-    truncated: int = 0
+    truncated: Count = 0
     """Scored documents whose beginning was cut, since they exceed the length."""
-    split: int = 0
+    split: Count = 0
     """Scored documents that were read in several windows, each from an empty memory (rolling perplexities)."""
-    longest: int = 0
+    longest: Count = 0
     """Tokens that the longest request needed, those to be generated included."""
     metrics: dict[str, Metric]
     """By lm-eval's name; `name,filter` where the task has several filters."""
@@ -80,8 +81,8 @@ class Evaluation(_Strict):
     """As the user named it."""
     model_fingerprint: str
     """Hash of its weights, see `checkpoints.fingerprint`."""
-    parameters: int
-    palimpsa_layers: tuple[int, ...]
+    parameters: Count
+    palimpsa_layers: tuple[Count, ...]
     preset: str
     """A preset's name, or that of the task file or folder."""
     lm_eval: str
@@ -93,7 +94,7 @@ class Evaluation(_Strict):
     batch_size: str
     processes: int = Field(ge=1)
     seconds: float
-    limit: int | None
+    limit: Annotated[int, Field(ge=1)] | None
     """Documents of each task (in RULER of each length) that were scored at most; None: all."""
     lengths: tuple[int, ...] | None = None
     """Lengths of RULER's documents, in tokens."""
@@ -107,6 +108,9 @@ class Evaluation(_Strict):
 
     @model_validator(mode="after")
     def _check_tasks(self) -> Self:
+        for (name, column), times in Counter((score.name, score.column) for score in self.scores).items():
+            if times > 1:
+                raise ValueError(f"score {' at '.join(filter(None, (name, column)))} is there {times} times")
         for score in self.scores:
             if score.task is not None and score.task not in self.tasks:
                 raise ValueError(f"score {score.name} is of task {score.task}, which is not among the tasks")

@@ -53,6 +53,8 @@ def read_tokenizer(tokenizer: str | Path, *, rows: int | None = None) -> PreTrai
     Raises:
         UserError: there is none, it cannot be read, or it has ids that the embedding lacks.
     """
+    if not str(tokenizer):  # whose Path is the current folder
+        raise UserError("the name of a tokenizer is empty")
     path = Path(tokenizer).expanduser()
     if path.is_dir() and not has_tokenizer(path):
         raise UserError(f"tokenizer {tokenizer}: the folder holds none of {', '.join(TOKENIZER_FILES)}")
