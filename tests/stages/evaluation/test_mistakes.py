@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -49,7 +50,7 @@ def test_nan_logits_are_one_line(tmp_path, tokenizer, task_folder):
         ("FOLDER", {"max_length": 0}, "max length must be at least 1, got 0"),
         ("FOLDER", {"limit": 0}, "limit must be at least 1, got 0"),
         ("FOLDER", {"batch_size": 0}, "batch size must be a number, at least 1, or auto, got 0"),
-        ("FOLDER", {"batch_size": "huge"}, "batch size must be a number, at least 1, or auto, got huge"),
+        ("FOLDER", {"batch_size": "huge"}, "batch size must be a number, at least 1, or auto, got 'huge'"),
         ("FOLDER", {"dtype": "int8"}, "unknown dtype 'int8' (known: float32, bfloat16, float16)"),
         ("FOLDER", {"tokenizer": "nowhere/at/all"}, "tokenizer nowhere/at/all: no such file or folder"),
         ("FOLDER", {"device": "warp"}, "device 'warp' cannot be used"),
@@ -118,6 +119,26 @@ def test_a_task_that_lm_eval_cannot_run(change, data, message, hybrid, tmp_path)
         evaluate(hybrid, tmp_path / "task.yaml", tmp_path / "out")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [("task: x\ndataset_path: json", r"b.yaml names 'x', as .*a.yaml does"), ("task: [", "b.yaml cannot be read: ")],
+    ids=["twice", "broken"],
+)
+def test_a_file_of_a_folder_that_lm_eval_would_pass_over(second, message, hybrid, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(choice_task("x", tmp_path / "rows.jsonl")))
+    (tmp_path / "b.yaml").write_text(second)
+    with pytest.raises(UserError, match=message):
+        evaluate(hybrid, tmp_path, tmp_path / "out")
+
+
+def test_a_tokenizer_without_an_end(hybrid, task_folder, tmp_path):
+    shutil.copytree(hybrid, tmp_path / "endless")
+    (tmp_path / "endless" / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    with pytest.raises(UserError, match=r"the tokenizer of .*endless has no eos token, which lm-eval needs"):
+        evaluate(tmp_path / "endless", task_folder, tmp_path / "out")
 
 
 def test_a_folder_of_odd_files(hybrid, tmp_path):

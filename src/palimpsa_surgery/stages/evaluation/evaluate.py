@@ -105,6 +105,8 @@ def evaluate(
         where = accelerator.device if accelerator else resolve_device(device)
         source = open_source(model)
         words = load_tokenizer(source, tokenizer)
+        if words.eos_token_id is None:  # before which lm-eval puts texts, and after which answers end
+            raise UserError(f"the tokenizer of {source.name} has no eos token, which lm-eval needs")
         stated = stated_length(source) or NATIVE_LENGTH
         asked = {"--max-length": max_length or 0, "--lengths": max(lengths, default=0)}
         _check_length(source.name, stated, asked, allow_longer)
@@ -176,7 +178,7 @@ def parse_batch_size(text: str) -> int | str:
 
 
 def _batch_size_wanted(got: object) -> str:
-    return f"batch size must be a number, at least 1, or auto, got {one_line(str(got))}"
+    return f"batch size must be a number, at least 1, or auto, got {one_line(repr(got))}"
 
 
 def _check_numbers(limit: int | None, max_length: int | None, batch_size: int | str, dtype: str | None) -> None:
@@ -322,7 +324,7 @@ def _run(
             return evaluator.evaluate(
                 lm,
                 TaskManager(include_defaults=False).load(list(loaded)),
-                limit=limit,
+                limit=None if limit is None else min(limit, sys.maxsize),
                 samples=samples,
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=suite.preset is not None and suite.preset.samples,

@@ -77,7 +77,9 @@ def find_suite(preset: str, only: Sequence[str] | None = None) -> Suite:
         return Suite(preset, found, chosen, tuple(root / folder for folder in dict.fromkeys(found.tasks.values())))
     path = Path(preset).expanduser()
     if preset and path.is_dir():
-        names = _top_level(_task_manager([path], {}))
+        manager = _task_manager([path], {})
+        _check_files(path, manager)
+        names = _top_level(manager)
         if not names:
             raise UserError(f"folder {preset} holds no task of lm-eval (a .yaml file that names its `task`)")
         return Suite(path.resolve().name, None, _choose(names, only, f"folder {preset}"), (path,))
@@ -114,6 +116,22 @@ def _task_manager(folders: Sequence[Path], metadata: Mapping[str, Any]) -> "Task
         return TaskManager(include_path=paths, include_defaults=False, metadata=dict(metadata) or None)
     except Exception as error:  # odd values in any of the files
         raise UserError(f"the tasks in {', '.join(paths)} cannot be read ({_named(error)})") from None
+
+
+def _check_files(folder: Path, manager: "TaskManager") -> None:
+    """See that each YAML file of a folder is read: lm-eval passes over broken ones, and second ones of a name.
+
+    Raises:
+        UserError: one is not.
+    """
+    read = {entry.yaml_path.resolve() for entry in manager.task_index.values() if entry.yaml_path}
+    for file in sorted(folder.rglob("*.yaml")):
+        if file.resolve() in read or {"__pycache__", ".ipynb_checkpoints"} & set(file.parts):
+            continue
+        content = _read_yaml(file)
+        name = content.get("group", content.get("task"))
+        if isinstance(name, str) and name in manager.task_index:
+            raise UserError(f"task file {file} names {name!r}, as {manager.task_index[name].yaml_path} does")
 
 
 def _top_level(manager: "TaskManager") -> list[str]:
