@@ -72,6 +72,15 @@ def test_scan_equals_the_recurrence(time, packed):
         assert_close(a, e, 1e-11, f"gradient of {name}")
 
 
+@pytest.mark.parametrize("output", [0, 1, 2], ids=["y", "final-state", "variance"])
+def test_gradients_of_each_output_alone(output):
+    inputs = random_inputs(time=40)
+    actual, expected = scan_with_everything(inputs)[output], palimpsa_scan_reference(*inputs)[output]
+    pairs = zip(NAMES, gradients([actual], inputs), gradients([expected], inputs), strict=True)
+    for name, a, e in pairs:
+        assert_close(a, torch.zeros_like(a) if e is None else e, 1e-11, f"gradient of {name}")
+
+
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1, 1, 1), (3, 7, 3, 2), (6, 4, 2, 16), (8, 64, 1, 128)],
