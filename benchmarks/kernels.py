@@ -54,8 +54,8 @@ def make(batch: int, tokens: int, heads: int, head_dim: int, state_size: int, gr
 def verify() -> dict[str, float]:
     """Relative errors of output and gradients against float64, with several lengths; the worst of each."""
     worst: dict[str, float] = {}
-    for tokens in (1, 65, 1025):
-        arguments = make(2, tokens, 8, 64, 128, 1)
+    for tokens in (1, 65, 257):
+        arguments = make(1, tokens, 80, 64, 128, 1)  # with few heads dA and dI_prior cancel
         results = []
         for scan, dtype in ((palimpsa_scan_triton, None), (palimpsa_scan_reference, torch.float64)):
             leaves = [v.to(dtype or v.dtype).requires_grad_() for v in arguments.values()]

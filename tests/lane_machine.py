@@ -188,7 +188,6 @@ class Machine:
             "transpose": self._transpose,
             "mma16": lambda a0, a1, a2, a3, b0, b1, acc: self._mma((a0, a1, a2, a3), (b0, b1), acc),
             "mma8": lambda a0, a1, b0, acc: self._mma((a0, a1), (b0,), acc),
-            "mma8_tf32": self._mma_tf32,
             "_lane_xor": lambda x, distance: register(x[np.arange(self.threads) ^ distance]),
         }
 
@@ -253,11 +252,6 @@ class Machine:
         product = left @ right
         places = ((self.row + 8 * (i // 2), 2 * self.column + i % 2) for i in range(4))
         return tuple(register(acc[i] + product[self.warp, *place]) for i, place in enumerate(places))
-
-    def _mma_tf32(self, a, one, acc):
-        parts = [(float_bits(v) & np.uint32(0xFFFFE000)).view(np.float32).reshape(-1, 4).sum(1) for v in a]
-        sums = [np.repeat(parts[i] + parts[i + 1], 4) for i in (0, 2)]  # of rows g and g + 8
-        return tuple(register((acc[i] + sums[i // 2]).astype(np.float32)) for i in range(4))
 
 
 class Kernel:

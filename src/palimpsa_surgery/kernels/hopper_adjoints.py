@@ -12,6 +12,7 @@ from .hopper_lanes import (
     gl,
     high,
     jit,
+    keys_and_starts,
     load4,
     load4_bits,
     low,
@@ -22,12 +23,12 @@ from .hopper_lanes import (
     scaled,
     shared_base,
     square4,
-    states,
     times,
     transpose,
     transpose_operand,
     wait_async,
 )
+from .hopper_rows import row_states
 
 
 @jit
@@ -159,20 +160,24 @@ def segment_adjoints(
         C01 = (low(C0[2]), high(C0[2]), low(C0[3]), high(C0[3]))
         C10 = (low(C1[0]), high(C1[0]), low(C1[1]), high(C1[1]))
         C11 = (low(C1[2]), high(C1[2]), low(C1[3]), high(C1[3]))
-        e00 = transpose(pack(d[0], d[1]))
-        e01 = transpose(pack(d[2], d[3]))
-        e11 = transpose(pack(d[4], d[5]))
         out0 = pack(d_out[0], d_out[1])
         out1 = pack(d_out[2], d_out[3])
         x0 = d_in[0] * so_far
         x1 = d_in[1] * so_far
         x2 = d_in[2] * so_far
         x3 = d_in[3] * so_far
-        in_g0 = pack(d_in[4], d_in[4])
-        in_g1 = pack(d_in[5], d_in[5])
+        forward = (
+            transpose(pack(d[0], d[1])),
+            transpose(pack(d[2], d[3])),
+            transpose(pack(d[4], d[5])),
+            pack(d_in[4], d_in[4]),
+            pack(d_in[5], d_in[5]),
+        )
         so_far *= keep
         b_M = (pack(M0[0], M0[1]), pack(M0[2], M0[3]), pack(M1[0], M1[1]), pack(M1[2], M1[3]))
         b_I = (pack(I0[0], I0[1]), pack(I0[2], I0[3]), pack(I1[0], I1[1]), pack(I1[2], I1[3]))
+        M_of = keys_and_starts(K0, K1, b_M)
+        I_of = keys_and_starts(KK0, KK1, b_I)
         p_s = p_starts + j * (P * N) + (warp * 128 + lane)
         for i in gl.static_range(4):
             gl.store(p_s + 32 * i, b_M[i])
@@ -186,29 +191,17 @@ def segment_adjoints(
         copy_async(a_copy + (1024 - turn), p_rows + following * (P * 64))
         copy_async(a_copy + (1536 - turn), p_rows + following * (P * 64) + 256)
         for r in range(8):
-            pairs = load4_bits(a_pairs + turn + r * 128)  # pairs v[2c], v[2c + 8], beta[2c], beta[2c + 8]
+            M, I = row_states(r, a_pairs + (turn + r * 128), a_prior, c, M_of, I_of, forward)
             dy = load4(a_dy + turn + r * 128)  # 2c, 2c + 1, 2c + 8, 2c + 9
             here = g == r
-            half = gl.where(c * 2 == r, 65535, gl.where(c * 2 + 1 == r, -65536, 0))
-            s_in0 = in_g0 & half
-            s_in1 = in_g1 & half
-            w00 = times(e00, pairs[0])
-            w01 = times(e01, pairs[0])
-            w11 = times(e11, pairs[1])
-            b_M00, b_M01, b_M10, b_M11 = states(K0, K1, b_M, w00, w01, w11, s_in0, s_in1, zeros)
-            priors = load4(a_prior)
-            w00 = times(e00, pairs[2])
-            w01 = times(e01, pairs[2])
-            w11 = times(e11, pairs[3])
-            b_I00, b_I01, b_I10, b_I11 = states(KK0, KK1, b_I, w00, w01, w11, s_in0, s_in1, priors)
             b0 = gl.where(here, pack(dy[0] * x0, dy[1] * x1), 0)
             b1 = gl.where(here, pack(dy[2] * x2, dy[3] * x3), 0)
-            z0, z1, y0, y1 = _direct_adjoint(b_M00, b_I00, C00)
-            z2, z3, y2, y3 = _direct_adjoint(b_M01, b_I01, C01)
+            z0, z1, y0, y1 = _direct_adjoint(M[0], I[0], C00)
+            z2, z3, y2, y3 = _direct_adjoint(M[1], I[1], C01)
             E0 = mma16(z0, z1, z2, z3, b0, b1, E0)
             EI0 = mma16(y0, y1, y2, y3, b0, b1, EI0)
-            z0, z1, y0, y1 = _direct_adjoint(b_M10, b_I10, C10)
-            z2, z3, y2, y3 = _direct_adjoint(b_M11, b_I11, C11)
+            z0, z1, y0, y1 = _direct_adjoint(M[2], I[2], C10)
+            z2, z3, y2, y3 = _direct_adjoint(M[3], I[3], C11)
             E1 = mma16(z0, z1, z2, z3, b0, b1, E1)
             EI1 = mma16(y0, y1, y2, y3, b0, b1, EI1)
         # the next sub-chunk's start

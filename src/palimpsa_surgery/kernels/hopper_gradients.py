@@ -22,12 +22,12 @@ from .hopper_lanes import (
     gl,
     high,
     jit,
+    keys_and_starts,
     load1,
     load1_bits,
     load4,
     low,
     mma8,
-    mma16,
     operand,
     pack,
     scaled,
@@ -39,7 +39,17 @@ from .hopper_lanes import (
     transpose_operand,
     wait_async,
 )
-from .hopper_rows import DECAYS, END_DECAYS, LATE_DECAYS, SIGNS, START_DECAYS, SUMS, row_gradients
+from .hopper_rows import (
+    DECAYS,
+    END_DECAYS,
+    LATE_DECAYS,
+    SIGNS,
+    START_DECAYS,
+    SUMS,
+    over_keys,
+    row_gradients,
+    row_states,
+)
 
 # Sizes that the kernel is built for, those of every released Mamba2.
 HEAD_DIM, STATE_SIZE = 64, 128
@@ -200,6 +210,7 @@ def segment_gradients(
         K1 = transpose_operand(B1)
         KK0 = square4(K0)
         KK1 = square4(K1)
+        late_keys = ((B0[1], BB0[1], B0[3], BB0[3]), (B1[1], BB1[1], B1[3], BB1[3]))
         p_d = decays + (chunk + j) * 272
         D0 = gl.load(p_d + g * 16 + 2 * c)
         D1 = gl.load(p_d + g * 16 + 2 * c + 1)
@@ -219,10 +230,8 @@ def segment_gradients(
         d00 = pack(D0, D1)
         d01 = pack(D2, D3)
         d11 = pack(D4, D5)
-        pairs = (
-            d00, d01, d11, transpose(d00), transpose(d01), transpose(d11), pack(in_g0, in_g0), pack(in_g1, in_g1),
-            pack(in_c0, in_c1), pack(in_c2, in_c3),
-        )  # fmt: skip
+        forward = (transpose(d00), transpose(d01), transpose(d11), pack(in_g0, in_g0), pack(in_g1, in_g1))
+        backward = (d00, d01, d11, pack(in_c0, in_c1), pack(in_c2, in_c3))
         r_dt = gl.load(p_dt + ts.to(gl.int64) * dt_t + r_s * dt_t, mask=ts + r_s < T, other=0.0)
         store4(a_lane + DECAYS, (D0, D1, D2, D3))
         store4(a_lane + LATE_DECAYS, (D4, D5, keep, r_dt))
@@ -265,6 +274,10 @@ def segment_gradients(
             MT = (transpose(b_M[0]), transpose(b_M[1]), transpose(b_M[2]), transpose(b_M[3]))
             IT = (transpose(b_I[0]), transpose(b_I[1]), transpose(b_I[2]), transpose(b_I[3]))
             IT = (IT[0] ^ SIGNS, IT[1] ^ SIGNS, IT[2] ^ SIGNS, IT[3] ^ SIGNS)
+            M_of = keys_and_starts(K0, K1, b_M)
+            I_of = keys_and_starts(KK0, KK1, b_I)
+            of_M = ((B0[0], MT[0], B0[2], MT[1]), (B1[0], MT[2], B1[2], MT[3]))
+            of_I = ((BB0[0], IT[0], BB0[2], IT[1]), (BB1[0], IT[2], BB1[2], IT[3]))
             # The adjoint at the sub-chunk's end
             a_e = a_E + q * 8192
             E0 = load4(a_e)
@@ -306,27 +319,35 @@ def segment_gradients(
             i0b = transpose(i0b)
             i1a = transpose(i1a)
             i1b = transpose(i1b)
-            dv = mma16(B0[0], B0[1], B0[2], B0[3], e0a, e0b, zeros)
-            dv = mma16(B1[0], B1[1], B1[2], B1[3], e1a, e1b, dv)
-            du = mma16(BB0[0], BB0[1], BB0[2], BB0[3], i0a, i0b, zeros)
-            du = mma16(BB1[0], BB1[1], BB1[2], BB1[3], i1a, i1b, du)
-            dv = (dv[0] * decay_out[0], dv[1] * decay_out[0], dv[2] * decay_out[1], dv[3] * decay_out[1])
-            du = (du[0] * decay_out[0], du[1] * decay_out[0], du[2] * decay_out[1], du[3] * decay_out[1])
+            first_v = over_keys(of_M, e0a, e0b, e1a, e1b, zeros)
+            first_u = over_keys(of_I, i0a, i0b, i1a, i1b, zeros)
+            late_v = over_keys(late_keys, e0a, e0b, e1a, e1b, zeros)
+            late_u = over_keys(late_keys, i0a, i0b, i1a, i1b, zeros)
+            dv = (
+                first_v[0] * decay_out[0],
+                first_v[1] * decay_out[0],
+                late_v[0] * decay_out[1],
+                late_v[1] * decay_out[1],
+            )
+            du = (
+                first_u[0] * decay_out[0],
+                first_u[1] * decay_out[0],
+                late_u[2] * decay_out[1],
+                late_u[3] * decay_out[1],
+            )
             end0 = sums[1] + ((va[0] * dv[0] + vb[0] * dv[1]) + (va[2] * du[0] + vb[2] * du[1]))
             end1 = sums[2] + ((va[1] * dv[2] + vb[1] * dv[3]) + (va[3] * du[2] + vb[3] * du[3]))
             du = scaled(du, -1.0)
-            diagonal = mma16(MT[0], zero_int, MT[1], zero_int, e0a, e0b, zeros)
-            diagonal = mma16(MT[2], zero_int, MT[3], zero_int, e1a, e1b, diagonal)
-            diagonal = mma16(IT[0], zero_int, IT[1], zero_int, i0a, i0b, diagonal)
-            diagonal = mma16(IT[2], zero_int, IT[3], zero_int, i1a, i1b, diagonal)
-            through = gl.where(g == 2 * c, diagonal[0], gl.where(g == 2 * c + 1, diagonal[1], 0.0))
+            through = gl.where(
+                g == 2 * c, first_v[2] + first_u[2], gl.where(g == 2 * c + 1, first_v[3] + first_u[3], 0.0)
+            )
             store4(a_lane + SUMS, (b_dvx, end0, end1, sums[3] + through))
             E = (scaled(E0, held[2]), scaled(E1, held[2]), scaled(EI0, held[2]), scaled(EI1, held[2]))
             for r in range(8):
                 a_r = turn * 2048 + r * 256
+                M, I = row_states(r, a_pairs + a_r, a_prior, c, M_of, I_of, forward)
                 dC_sum, dB_sum, G, E, between, begun, dprior, dv, du = row_gradients(
-                    r, a_rows + a_r, a_pairs + a_r, a_dy + a_r, a_prior, a_lane, g, c,
-                    B0, B1, BB0, BB1, K0, K1, KK0, KK1, pairs, b_M, b_I, MT, IT,
+                    r, M, I, a_rows + a_r, a_dy + a_r, a_lane, g, of_M, of_I, late_keys, backward,
                     dC_sum, dB_sum, G, E, between, begun, dprior, dv, du,
                 )  # fmt: skip
 
@@ -381,4 +402,4 @@ def segment_gradients(
         gl.store(p_o + 224, begun[1] * ends[1])
         gl.store(p_o + 256, begun[2] * ends[2])
         gl.store(p_o + 288, begun[3] * ends[3])
-        gl.store(p_o + 416, gl.where(c == 0, -(dprior[0] + dprior[2]), 0.0))  # the same in all columns
+        gl.store(p_o + 416, -(dprior[0] + dprior[1] + dprior[2] + dprior[3]))

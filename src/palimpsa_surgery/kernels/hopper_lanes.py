@@ -159,21 +159,6 @@ def mma8(a0, a1, b0, acc):
 
 
 @jit
-def mma8_tf32(a, one, acc):
-    """acc += a [16, 8] times ones, a rounded to TF32; which of its elements is where in its row does not matter."""
-    return gl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $8}, "
-        "{$9, $10, $11, $12};",
-        "=f,=f,=f,=f,r,r,r,r,r,f,f,f,f",
-        [
-            a[0].to(gl.int32, bitcast=True), a[1].to(gl.int32, bitcast=True), a[2].to(gl.int32, bitcast=True),
-            a[3].to(gl.int32, bitcast=True), one.to(gl.int32, bitcast=True), acc[0], acc[1], acc[2], acc[3],
-        ],
-        (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@jit
 def scaled(v, factor):
     """A fragment times a factor."""
     return (v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor)
@@ -198,17 +183,28 @@ def transpose_operand(v):
 
 
 @jit
-def states(a, b, starts, w00, w01, w11, in0, in1, initial):
-    """A state as [32 keys, 16 tokens], four fragments: keys a and b [n, s] times written [s, t], starts [n, p] times
-    their decay [p, t]; the products that wait for each other lie apart.
+def states(keys, w00, w01, w11, in0, in1, initial):
+    """A state as [32 keys, 16 tokens], four fragments: keys times written values [s, t] and starts' decays [p, t].
+
+    `keys`: two first operands [n, k], whose k are the tokens s < 8 and then the eight rows' starting states, and the
+    later tokens of the same keys. Products that wait for each other lie apart.
     """
-    # operands share registers: a product of (a0, a1, start0, start1) would be one instruction, but four moves
-    v00 = mma8(a[0], a[1], w00, initial)
-    v10 = mma8(b[0], b[1], w00, initial)
-    v01 = mma16(a[0], a[1], a[2], a[3], w01, w11, initial)
-    v11 = mma16(b[0], b[1], b[2], b[3], w01, w11, initial)
-    v00 = mma8(starts[0], starts[1], in0, v00)
-    v10 = mma8(starts[2], starts[3], in0, v10)
-    v01 = mma8(starts[0], starts[1], in1, v01)
-    v11 = mma8(starts[2], starts[3], in1, v11)
+    a, b, late_a, late_b = keys
+    v01 = mma16(a[0], a[1], a[2], a[3], w01, in1, initial)
+    v11 = mma16(b[0], b[1], b[2], b[3], w01, in1, initial)
+    v00 = mma16(a[0], a[1], a[2], a[3], w00, in0, initial)
+    v10 = mma16(b[0], b[1], b[2], b[3], w00, in0, initial)
+    v01 = mma8(late_a[0], late_a[1], w11, v01)
+    v11 = mma8(late_b[0], late_b[1], w11, v11)
     return v00, v01, v10, v11
+
+
+@jit
+def keys_and_starts(K0, K1, starts):
+    """What `states` takes: from the keys [n, s] as first operands for 16 keys each, and the starting states [n, p]."""
+    return (
+        (K0[0], K0[1], starts[0], starts[1]),
+        (K1[0], K1[1], starts[2], starts[3]),
+        (K0[2], K0[3]),
+        (K1[2], K1[3]),
+    )
