@@ -131,11 +131,23 @@ def test_the_model_gives_the_same_loss_and_gradients_without_logits(tied, monkey
         model(ids, return_logits=False)
 
 
-@pytest.mark.parametrize("broken", [True, False], ids=["broken", "absent"])
-def test_a_missing_or_broken_liger_is_none(broken, monkeypatch):
-    module = types.ModuleType("liger_kernel") if broken else None
-    monkeypatch.setitem(sys.modules, "liger_kernel", module)
-    assert cross_entropy._liger.__wrapped__() is None
+@pytest.mark.parametrize("liger", ["absent", "broken", "old", "new"])
+def test_liger_is_none_unless_it_fits(liger, monkeypatch):
+    names = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.fused_linear_cross_entropy")
+    for name in names[: 1 if liger in ("absent", "broken") else 3]:
+        monkeypatch.setitem(sys.modules, name, None if liger == "absent" else types.ModuleType(name))
+
+    class Old:
+        def __init__(self, ignore_index=-100, reduction="mean"):
+            pass
+
+    class New(Old):
+        def __init__(self, ignore_index=-100, reduction="mean", accum_dtype=None):
+            assert (reduction, accum_dtype) == ("sum", torch.float32)
+
+    if liger in ("old", "new"):
+        sys.modules[names[2]].LigerFusedLinearCrossEntropyLoss = Old if liger == "old" else New
+    assert (cross_entropy._liger.__wrapped__() is not None) == (liger == "new")
 
 
 def test_shapes_that_do_not_fit_are_named():

@@ -48,9 +48,8 @@ def linear_cross_entropy(
     if liger is not None:
         if torch.is_autocast_enabled("cuda"):
             hidden_states = hidden_states.to(torch.get_autocast_dtype("cuda"))
-        loss = liger(ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32)
         with torch.cuda.device(hidden_states.device):  # Triton launches on the current device
-            return loss(weight, hidden_states, labels), count
+            return liger(ignore_index=ignore_index)(weight, hidden_states, labels), count
     block = max(1, LOGITS_PER_BLOCK // weight.shape[0])
     if labels.numel() <= block:
         return _block_loss(hidden_states, weight, labels, ignore_index), count
@@ -71,9 +70,12 @@ def _block_loss(hidden_states: Tensor, weight: Tensor, labels: Tensor, ignore_in
 
 @functools.cache
 def _liger() -> Callable | None:
-    """Liger's loss, or None where the package is absent or cannot be imported."""
+    """Liger's loss but for its `ignore_index`; None where the package is absent, older than 0.6.2 or broken."""
     try:
         from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+        loss = functools.partial(LigerFusedLinearCrossEntropyLoss, reduction="sum", accum_dtype=torch.float32)
+        loss()
     except Exception:  # a broken optional package must break nothing else
         return None
-    return LigerFusedLinearCrossEntropyLoss
+    return loss
