@@ -12,6 +12,7 @@ from rich.console import Console
 from helpers import assert_close
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
+from palimpsa_surgery.hf_models.modeling_palimpsa_mamba2 import PalimpsaMamba2Model
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.surgery import remembrance
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer
@@ -97,6 +98,37 @@ def test_perplexity_in_pieces_is_that_of_one_long_pass(diagnosis, observed, ids)
     assert_close(torch.tensor(loss.perplexity), (sums / torch.tensor(loss.tokens)).exp(), 1e-4, "perplexity")
     per_sequence = torch.stack([by_position[:, low:high].mean(1) for low, high in bins], dim=1)
     assert_close(torch.tensor(loss.standard_errors), per_sequence.std(0) / math.sqrt(3), 1e-3, "errors")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("shapes do not fit"),
+    ],
+    ids=["torch", "triton", "cublas", "other"],
+)
+def test_too_little_memory_is_one_line(error, hybrid, text_file, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(PalimpsaMamba2Model, "forward", fail)
+    expected = (
+        (RuntimeError, "shapes") if "shapes" in str(error) else (UserError, "cpu has too little memory for 13 tok")
+    )
+    with pytest.raises(expected[0], match=expected[1]):
+        diagnose(hybrid, text_file, tmp_path / "out", piece_length=13, **SIZES)
+    assert not (tmp_path / "out").exists()
+
+
+def test_remembrance_of_a_model_in_bfloat16(hybrid, model, ids):
+    rounded = load_model(hybrid, dtype=torch.bfloat16)
+    starts = [0, 20, 39]
+    assert_close(
+        effective_remembrance(rounded, ids[0, :40], starts), effective_remembrance(model, ids[0, :40], starts), 0.1
+    )
 
 
 @pytest.mark.parametrize("distance", DISTANCES)

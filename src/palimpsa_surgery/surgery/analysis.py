@@ -13,6 +13,7 @@ import torch
 
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
+from palimpsa_surgery.surgery.devices import enough_memory, resolve_device
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
 from palimpsa_surgery.surgery.plots import plot_windows
 from palimpsa_surgery.surgery.progress import track
@@ -209,33 +210,6 @@ def _layer(index: int, content: dict[str, Any], positions: int) -> LayerWindows:
     return layer
 
 
-def resolve_device(device: str | None) -> torch.device:
-    """The device of that name; by default the first GPU if there is one, else the CPU.
-
-    Raises:
-        UserError: there is no such device here.
-    """
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    there += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if torch.accelerator.is_available() and (kind := torch.accelerator.current_accelerator().type) != "cuda":
-        there.append(kind)
-    if device not in there:
-        raise UserError(f"device {device!r} cannot be used: those here are {', '.join(there)}")
-    chosen = torch.device(device)
-    try:
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises any of them
-        raise UserError(f"device {device!r} cannot be used: {one_line(error)}") from None
-    return chosen
-
-
-def device_name(device: torch.device) -> str:
-    """A GPU's name, else the kind of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def analyze(
     model: str | os.PathLike,
     data: str | os.PathLike | Sequence[str | os.PathLike],
@@ -294,11 +268,9 @@ def analyze(
 
     with torch.inference_mode(), observing(network, observer):
         for batch in track(batches, "measuring windows", total):
-            try:
+            size = f"{len(batch)} sequences of {len(batch[0])} tokens"
+            with enough_memory(f"{where} has too little memory for {size}; ask for fewer or shorter ones"):
                 network.backbone(torch.tensor(batch, device=where), use_cache=False)
-            except torch.OutOfMemoryError:
-                size = f"{len(batch)} sequences of {len(batch[0])} tokens"
-                raise UserError(f"{where} has too little memory for {size}; ask for fewer or shorter ones") from None
             for block in batch:
                 row = tuple(block[: SAMPLE_TOKENS - sum(map(len, sample))])
                 if len(row) >= 2:

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, Mamba2Config, Mamba2ForCausalLM, PreT
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.surgery.configs import SourceKind, read_config
+from palimpsa_surgery.surgery.devices import enough_memory
 from palimpsa_surgery.surgery.hub import checkpoint_folder
 from palimpsa_surgery.surgery.keys import EMBEDDINGS, LM_HEAD, KeyRule, key_table, parameter_count
 from palimpsa_surgery.surgery.progress import track
@@ -152,10 +153,8 @@ def load_model(
         if rule.use == "tied":
             _check_tied(value, weights.read(matched[next(r for r in matched if r.key == EMBEDDINGS)]), source.name)
             continue
-        try:
+        with enough_memory(f"{device} has too little memory for the weights of {source.name}"):
             placed = value.to(device=device, dtype=dtype, copy=True)  # a copy, since `value` may lie in the file
-        except torch.OutOfMemoryError:
-            raise UserError(f"{device} has too little memory for the weights of {source.name}") from None
         _check_finite(value, placed, stored, source.name)
         state[rule.key] = placed
     model = _assemble(PalimpsaMamba2ForCausalLM, copy.deepcopy(source.config), state)
@@ -207,7 +206,8 @@ def load_with_fingerprint(
     """Load a model in any type, with the fingerprint of its weights as they are stored."""
     model = load_model(source, device=device, dtype=source.dtype)
     stored = fingerprint(model)
-    return model.to(dtype), stored
+    with enough_memory(f"{device} has too little memory for the weights of {source.name} in {dtype}"):
+        return model.to(dtype), stored
 
 
 def save_checkpoint(

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.surgery.analysis import device_name, resolve_device, to_json
+from palimpsa_surgery.surgery.analysis import to_json
 from palimpsa_surgery.surgery.checkpoints import Source, fingerprint, load_model, load_tokenizer, open_source
 from palimpsa_surgery.surgery.comparison_plots import comparison_markdown, plot_comparison
+from palimpsa_surgery.surgery.devices import device_name, enough_memory, resolve_device
 from palimpsa_surgery.surgery.diagnosis import DIAGNOSIS_FILE, Diagnosis
 from palimpsa_surgery.surgery.dtypes import check_dtype, choose_dtype, dtype_name
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
@@ -336,7 +337,7 @@ def measure(
     """
     length = len(texts[0])
     losses = LossByPosition(log_edges(1, length, BINS_PER_OCTAVE))
-    try:
+    with enough_memory(f"{device} has too little memory for {source.name} at {length} tokens"):
         model = load_model(source, device=device, dtype=dtype)
         with progress_bar(f"measuring {Path(source.name).name}", len(texts) * length) as advance:
             for number, ids in enumerate(texts):
@@ -348,6 +349,4 @@ def measure(
                     raise UserError(f"model {source.name}: {error} (sequence {number})") from None
                 losses.finish_sequence()
         speed = measure_speed(model, length)
-    except torch.OutOfMemoryError:
-        raise UserError(f"{device} has too little memory for {source.name} at {length} tokens") from None
     return replace(subject, loss=losses.summary(), speed=speed, state_bytes=bytes_of_states(model))

@@ -12,8 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.surgery.analysis import resolve_device, to_json
+from palimpsa_surgery.surgery.analysis import to_json
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model, load_tokenizer, open_source
+from palimpsa_surgery.surgery.devices import enough_memory, resolve_device
 from palimpsa_surgery.surgery.diagnosis_plots import plot_diagnosis
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
 from palimpsa_surgery.surgery.position_loss import (
@@ -205,25 +206,26 @@ def diagnose(
         for ids in texts:
             ids = ids.to(where)
             try:
-                with observing(network, states):
-                    for nll in run_sequence(network, ids, piece_length, states):
-                        losses.add(nll)
-                        advance(len(nll))
-                losses.finish_sequence()
-                distances.append(
-                    effective_remembrance(
-                        network,
-                        ids[:remembrance_length],
-                        starts,
-                        distance=distance,
-                        piece_length=piece_length,
-                        advance=advance,
+                with enough_memory(
+                    f"{where} has too little memory for {piece_length} tokens: give --piece-length less"
+                ):
+                    with observing(network, states):
+                        for nll in run_sequence(network, ids, piece_length, states):
+                            losses.add(nll)
+                            advance(len(nll))
+                    losses.finish_sequence()
+                    distances.append(
+                        effective_remembrance(
+                            network,
+                            ids[:remembrance_length],
+                            starts,
+                            distance=distance,
+                            piece_length=piece_length,
+                            advance=advance,
+                        )
                     )
-                )
             except UserError as error:
                 raise UserError(f"model {source.name}: {error} (sequence {len(distances)})") from None
-            except torch.OutOfMemoryError:
-                raise UserError(f"{where} has too little memory for pieces of {piece_length} tokens") from None
 
     values, errors = mean_and_error(torch.stack(distances))
     diagnosis = Diagnosis(

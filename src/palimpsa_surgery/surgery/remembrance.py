@@ -135,7 +135,7 @@ def _last_logits(
             )
             states, hidden = output.final_states, output.last_hidden_state[:, -1]
             advance(rows * len(piece))
-    return model.lm_head(hidden).float()
+    return model.lm_head(hidden.to(model.lm_head.weight.dtype)).float()  # as the model's forward does
 
 
 def _with_an_empty_row(state: LayerState) -> LayerState:

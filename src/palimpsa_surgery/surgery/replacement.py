@@ -21,7 +21,6 @@ from palimpsa_surgery.surgery.analysis import (
     FIGURE_FILE,
     SAMPLE_TOKENS,
     Analysis,
-    resolve_device,
     to_json,
 )
 from palimpsa_surgery.surgery.checkpoints import (
@@ -32,6 +31,7 @@ from palimpsa_surgery.surgery.checkpoints import (
     open_source,
     save_checkpoint,
 )
+from palimpsa_surgery.surgery.devices import resolve_device
 from palimpsa_surgery.surgery.drift import Drift, measure_drift
 from palimpsa_surgery.surgery.initialisation import PAPER_B_SCALE, calibrate_scales, draw_importance
 from palimpsa_surgery.surgery.ledger import Ledger, ledger

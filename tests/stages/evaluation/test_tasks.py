@@ -1,5 +1,6 @@
 """`eval` on tasks of one's own, against lm-eval's numbers, and on several processes."""
 
+import functools
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.hf_models import PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.stages.evaluation import evaluate
 from palimpsa_surgery.stages.synthetic import generate, write_lm_eval_tasks
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model
@@ -84,6 +86,56 @@ def test_generated_tasks_are_given_the_room_they_need(hybrid, tokenizer, tmp_pat
     assert done.truncated == 0
     cut = evaluate(hybrid, folder, tmp_path / "cut", allow_longer=True, max_length=2048)
     assert (cut.truncated, cut.max_length, cut.stated_length) == (1, 2048, 2048)
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """Have `--batch-size auto` search, as on a GPU: `small_gpu(rows)` has memory for so many."""
+    from palimpsa_surgery.stages.evaluation.language_model import CountingLM
+
+    def make(fitting):
+        forward, seen = PalimpsaMamba2ForCausalLM.forward, []
+
+        @functools.wraps(forward)  # `generate` looks at the signature
+        def run(self, input_ids=None, **options):
+            if len(input_ids) > fitting:
+                raise RuntimeError("Triton Error [CUDA]: out of memory")
+            seen.append((len(input_ids), options.get("use_cache")))
+            return forward(self, input_ids, **options)
+
+        monkeypatch.setattr(PalimpsaMamba2ForCausalLM, "forward", run)
+
+        def language_model(network, words, length, batch_size, _):
+            lm = CountingLM(network, words, max_length=length, batch_size=batch_size)
+            lm.max_batch_size = 6  # instead of 64, from which it is a long way down
+            return lm
+
+        monkeypatch.setattr(sys.modules[evaluate.__module__], "_language_model", language_model)
+        return seen
+
+    return make
+
+
+def test_auto_finds_the_largest_batch_that_fits(hybrid, task_folder, tmp_path, small_gpu):
+    one_by_one = evaluate(hybrid, task_folder, tmp_path / "one", max_length=400, batch_size=1)
+    seen = small_gpu(5)
+    done = evaluate(hybrid, task_folder, tmp_path / "auto", max_length=400)
+    assert done.scores == one_by_one.scores
+    assert max(rows for rows, _ in seen) == 5
+    assert {kept for _, kept in seen} == {False, True}, "states are kept to generate, and not to score"
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "advice"),
+    [("auto", "a number for --batch-size"), (4, "a smaller --batch-size"), (1, "a smaller --max-length")],
+)
+def test_too_little_memory_is_one_line(batch_size, advice, hybrid, task_folder, tmp_path, small_gpu):
+    small_gpu(0)
+    for task in ("beasts", "key"):
+        with pytest.raises(UserError) as error:
+            evaluate(hybrid, task_folder, tmp_path / "out", tasks=[task], max_length=400, batch_size=batch_size)
+        assert str(error.value).startswith(f"cpu has too little memory for --batch-size {batch_size} and up to 400 tok")
+        assert str(error.value).endswith(f"give {advice}")
 
 
 LAUNCH = """

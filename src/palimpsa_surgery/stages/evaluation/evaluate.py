@@ -28,8 +28,8 @@ from palimpsa_surgery.stages.evaluation.harness import (
 )
 from palimpsa_surgery.stages.evaluation.presets import LONGBENCH2_GROUPS, PRESETS, RULER_MARGIN
 from palimpsa_surgery.stages.evaluation.summary import scores_of, task_result
-from palimpsa_surgery.surgery.analysis import device_name, resolve_device
 from palimpsa_surgery.surgery.checkpoints import load_tokenizer, load_with_fingerprint, open_source
+from palimpsa_surgery.surgery.devices import device_name, out_of_memory, resolve_device
 from palimpsa_surgery.surgery.dtypes import check_dtype, choose_dtype, dtype_name
 from palimpsa_surgery.surgery.export import NATIVE_LENGTH, stated_length
 from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
@@ -333,11 +333,13 @@ def _run(
         raise
     except OverflowError:
         raise UserError(f"model {name} finds a text so unlikely that its perplexity is no number") from None
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"{lm.device} has too little memory for batches of {lm.batch_size} and up to {lm.max_length:,} tokens"
-        ) from None
     except Exception as error:
+        if out_of_memory(error):
+            less = "a number for --batch-size" if lm.batch_size == "auto" else "a smaller --batch-size"
+            raise UserError(
+                f"{lm.device} has too little memory for --batch-size {lm.batch_size} and up to {lm.max_length:,} "
+                f"tokens: give {less if lm.batch_size != 1 else 'a smaller --max-length'}"
+            ) from None
         if suite.preset is not None:  # lm-eval's own tasks: a bug of ours
             raise
         raise UserError(f"lm-eval cannot run {suite.name} ({type(error).__name__}: {one_line(error)})") from error

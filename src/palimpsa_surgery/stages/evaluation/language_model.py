@@ -17,6 +17,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from palimpsa_surgery.errors import UserError
+from palimpsa_surgery.surgery.devices import out_of_memory
+from palimpsa_surgery.surgery.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,6 +125,20 @@ class CountingLM(HFLM):
             self._of(request).add(request.doc_id, tokens, self.max_length)
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
+    def _model_call(self, inps: "Tensor", *_args, **_kwargs) -> "Tensor":
+        """Logits of a batch; HFLM's own call would keep the states of every row, which nobody continues from.
+
+        Raises:
+            torch.OutOfMemoryError: whoever found that a GPU's memory does not suffice, which makes `auto` try less.
+        """
+        try:
+            with torch.no_grad():
+                return self.model(inps, use_cache=False).logits
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise torch.OutOfMemoryError(f"{self.device} is out of memory.") from error
+            raise
+
     def all_lengths(self) -> dict[str, Lengths] | None:
         """The lengths of all processes' requests on the first one, None on the others."""
         gathered = self.gather_object(self.lengths)
@@ -144,7 +160,7 @@ def finite_logits(model: PreTrainedModel, name: str) -> Iterator[None]:
     def check(_module: torch.nn.Module, _arguments: tuple, output: object) -> None:
         logits: Tensor = output.logits
         if logits.numel() and not all(torch.isfinite(end) for end in logits.aminmax()):  # without a mask of their size
-            raise UserError(f"model {name} predicts NaN or infinity (in {str(logits.dtype).removeprefix('torch.')})")
+            raise UserError(f"model {name} predicts NaN or infinity (in {dtype_name(model.dtype)})")
 
     handle = model.register_forward_hook(check)
     try:
