@@ -7,13 +7,13 @@ operands hold rows g, g + 8 and columns 2c, 2c + 1 (+ 8), second operands rows 2
 
 import functools
 
-from .triton_jit import GROWING
+from .triton_jit import OPTIONS
 
 try:
     import triton.experimental.gluon.language as gl
     from triton.experimental import gluon
 
-    jit = functools.partial(gluon.jit, do_not_specialize=GROWING)
+    jit = functools.partial(gluon.jit, **OPTIONS)
     # the name differs between Triton 3.6 to 3.8 and 3.9
     barrier = getattr(gl, "thread_barrier", None) or gl.barrier
     AVAILABLE = True

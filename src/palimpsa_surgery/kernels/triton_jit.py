@@ -5,8 +5,12 @@ from types import SimpleNamespace
 
 import torch
 
-# Arguments that grow with the sequence are not specialised on: a prompt of another length compiles nothing anew
-GROWING = ("T", "TP", "NSEG", "dt_b", "ddt_b")
+# What changes with the sequence, or with the heads that a launch takes, is not specialised on, so that another length
+# compiles nothing anew: sizes and strides, and the addresses of what has one number for each head
+OPTIONS = {
+    "do_not_specialize": ("T", "TP", "NSEG", "H", "HPG", "BATCH", "PART_ROWS", "dt_b", "ddt_b"),
+    "do_not_specialize_on_alignment": ("dt", "A", "prior", "doc", "ddt", "dA", "dprior"),
+}
 
 try:
     if torch.version.hip is not None:
@@ -14,7 +18,7 @@ try:
     import triton
     import triton.language as tl
 
-    jit = functools.partial(triton.jit, do_not_specialize=GROWING)
+    jit = functools.partial(triton.jit, **OPTIONS)
 except ImportError:
     triton, tl = None, SimpleNamespace(constexpr=None)
 
