@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist runs one process p
 
 import pytest
 
+from palimpsa_surgery.kernels import scan
 from palimpsa_surgery.surgery.assets import asset_path
 
 
@@ -34,6 +35,12 @@ def reference_path() -> Path:
     Keys `NAME.T.input_ids` [2, T] int64 and `NAME.T.logits` [2, min(T, 8), 4096] float32.
     """
     return Path(__file__).parent / "data" / "tiny-mamba2-reference.safetensors"
+
+
+@pytest.fixture
+def mamba2_in_pytorch(monkeypatch):
+    """The kept layers do not use `mamba_ssm`, whose kernels take long to compile."""
+    monkeypatch.setattr(scan, "_mamba_ssm_kernels", lambda: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

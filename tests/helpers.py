@@ -1,6 +1,26 @@
-"""Comparisons shared by all tests: `from helpers import assert_close`."""
+"""Comparisons and a model shared by all tests: `from helpers import assert_close`."""
+
+from pathlib import Path
 
 import torch
+
+from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
+from palimpsa_surgery.surgery.checkpoints import load_model
+
+TINY_HYBRID_LAYERS = [2, 5, 8, 11]
+
+
+def tiny_hybrid(checkpoint: Path) -> PalimpsaMamba2ForCausalLM:
+    """tiny-mamba2 with four Palimpsa layers whose importance is well away from Mamba2's limit, on the CPU."""
+    source = load_model(checkpoint)
+    torch.manual_seed(0)
+    config = PalimpsaMamba2Config(**{**source.config.to_dict(), "palimpsa_layers": TINY_HYBRID_LAYERS})
+    model = PalimpsaMamba2ForCausalLM(config).eval()
+    model.load_state_dict(source.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in TINY_HYBRID_LAYERS:
+            model.backbone.layers[layer].mixer.b_scale.uniform_(0.1, 1.0)
+    return model
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -13,22 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import assert_close, relative_error
+from helpers import assert_close, relative_error, tiny_hybrid
 from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.kernels import scan
-from palimpsa_surgery.surgery.checkpoints import load_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
-LAYERS = [2, 5, 8, 11]
 LOGITS = {"PyTorch": 1e-4, "mamba_ssm": 5e-3}
 GRADIENTS = {"PyTorch": 1e-3, "mamba_ssm": 2e-2}
-
-
-@pytest.fixture
-def mamba2_in_pytorch(monkeypatch):
-    """The kept layers do not use `mamba_ssm`, whose kernels take long to compile."""
-    monkeypatch.setattr(scan, "_mamba_ssm_kernels", lambda: None)
 
 
 @pytest.fixture(params=["PyTorch", "mamba_ssm"])
@@ -43,16 +35,7 @@ def mamba2(request):
 
 @pytest.fixture(scope="module")
 def hybrid(tiny_checkpoint):
-    """tiny-mamba2 with four Palimpsa layers whose importance is well away from Mamba2's limit, on the CPU."""
-    source = load_model(tiny_checkpoint)
-    torch.manual_seed(0)
-    config = PalimpsaMamba2Config(**{**source.config.to_dict(), "palimpsa_layers": LAYERS})
-    model = PalimpsaMamba2ForCausalLM(config).eval()
-    model.load_state_dict(source.state_dict(), strict=False)
-    with torch.no_grad():
-        for layer in LAYERS:
-            model.backbone.layers[layer].mixer.b_scale.uniform_(0.1, 1.0)
-    return model
+    return tiny_hybrid(tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")
