@@ -214,6 +214,7 @@ def segment_adjoints(
         b1 = times(pairs[3], out1)
         I0 = mma16(KK0[0], KK0[1], KK0[2], KK0[3], b0, b1, scaled(I0, keep))
         I1 = mma16(KK1[0], KK1[1], KK1[2], KK1[3], b0, b1, scaled(I1, keep))
+    wait_async(zero_int)  # no copy lands in shared memory after the program's end
     p_e = adjoints + o_state
     gl.store(p_e, E0[0])
     gl.store(p_e + N, E0[1])

@@ -403,3 +403,4 @@ def segment_gradients(
         gl.store(p_o + 256, begun[2] * ends[2])
         gl.store(p_o + 288, begun[3] * ends[3])
         gl.store(p_o + 416, -(dprior[0] + dprior[1] + dprior[2] + dprior[3]))
+    wait_async(zero_int)  # no copy lands in shared memory after the program's end
