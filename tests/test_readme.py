@@ -18,6 +18,7 @@ from palimpsa_surgery.stages.recipe import load_recipe, shipped_recipes
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
 MODEL, REPOSITORY = "state-spaces/mamba2-2.7b", "me/palimpsa-2.7b"
 
 
@@ -63,7 +64,7 @@ def test_the_commands_lead_to_an_export(exported):
 
 
 def test_the_python_code_loads_it(exported):
-    (code,) = [text for language, text in BLOCKS if language == "python"]
+    code = PYTHON[0]
     scope: dict = {}
     exec(code.replace(REPOSITORY, str(exported)), scope)
     ids = scope["tokenizer"]("In the beginning", return_tensors="pt")
@@ -88,6 +89,7 @@ def test_the_commands_evaluate_it(exported, tiny_checkpoint, monkeypatch):
     Path("my-tasks.yaml").write_text(yaml.safe_dump(task))
     Path("other.yaml").write_text(yaml.safe_dump(task | {"task": "other"}))  # a card takes a task's scores once
     assert main(["replace", str(tiny_checkpoint), "--top-k", "0", "--output", "control"]) == 0
+    exec(PYTHON[1].replace("count=100", "count=1").replace("(500, 1000)", "(150, 200)"), {})
     ours = {"commonsense": "my-tasks.yaml", "ruler": "other.yaml", "65536": "64", "32768": "64"}
     short = {"diagnose": ["--sequences", "1", "--remembrance-points", "2"], "compare": ["--sequences", "1"]}
     monkeypatch.setattr("palimpsa_surgery.surgery.speed._DECODED", 2)

@@ -12,6 +12,7 @@ from palimpsa_surgery.stages.synthetic import generate, score, write_lm_eval_tas
 from palimpsa_surgery.stages.synthetic.lm_eval_task import EXTRA_TOKENS
 
 NAMES = {"passkey_300": "passkey", "niah_mq.300": "niah_multiquery", "vt-300": "variables", "copy": "copying"}
+NAMES |= {"1e3": "passkey"}  # which YAML would take for a number
 
 
 class TaskLoader(yaml.SafeLoader):

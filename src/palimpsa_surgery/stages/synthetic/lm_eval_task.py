@@ -20,7 +20,7 @@ EXTRA_TOKENS = 16
 """What a model may write beyond the longest answer, such as words before it."""
 
 _TEMPLATE = """\
-task: {name}
+task: "{name}"
 tag: palimpsa_synthetic
 dataset_path: json
 dataset_kwargs:
