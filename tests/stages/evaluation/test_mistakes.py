@@ -134,6 +134,22 @@ def test_a_file_of_a_folder_that_lm_eval_would_pass_over(second, message, hybrid
         evaluate(hybrid, tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "the environment's WORLD_SIZE must be a whole number, got 'two'"),
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE or LOCAL_RANK, but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1"}, "asked for several processes and started only one"),
+    ],
+    ids=["words", "alone", "accelerate"],
+)
+def test_a_launch_that_is_none(environment, message, hybrid, task_folder, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        evaluate(hybrid, task_folder, tmp_path / "out")
+
+
 def test_a_tokenizer_without_an_end(hybrid, task_folder, tmp_path):
     shutil.copytree(hybrid, tmp_path / "endless")
     (tmp_path / "endless" / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')

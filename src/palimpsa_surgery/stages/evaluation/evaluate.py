@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from palimpsa_surgery import ranks
 from palimpsa_surgery._version import __version__
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.evaluation.harness import (
@@ -28,6 +29,7 @@ from palimpsa_surgery.stages.evaluation.harness import (
 )
 from palimpsa_surgery.stages.evaluation.presets import LONGBENCH2_GROUPS, PRESETS, RULER_MARGIN
 from palimpsa_surgery.stages.evaluation.summary import scores_of, task_result
+from palimpsa_surgery.stages.launch import check_honoured, check_request
 from palimpsa_surgery.surgery.checkpoints import load_tokenizer, load_with_fingerprint, open_source
 from palimpsa_surgery.surgery.devices import device_name, out_of_memory, resolve_device
 from palimpsa_surgery.surgery.dtypes import check_dtype, choose_dtype, dtype_name
@@ -201,15 +203,22 @@ def _check_length(model: str, stated: int, asked: Mapping[str, int], allowed: bo
 
 
 def _accelerator(device: str | None) -> "Accelerator | None":
-    """The process group, if this process is one of several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    """The process group, if this process is one of several.
+
+    Raises:
+        UserError: the launch cannot be what was asked for, or a device is given.
+    """
+    check_request()
+    if ranks.world_size() == 1:
         return None
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     if device not in (None, "cpu"):
         raise UserError(f"several processes take a device each: leave out --device {device}")
     patience = InitProcessGroupKwargs(timeout=datetime.timedelta(weeks=1))  # some documents take longer than others
-    return Accelerator(cpu=device == "cpu" or not torch.cuda.is_available(), kwargs_handlers=[patience])
+    accelerator = Accelerator(cpu=device == "cpu" or not torch.cuda.is_available(), kwargs_handlers=[patience])
+    check_honoured(accelerator)
+    return accelerator
 
 
 @contextlib.contextmanager
