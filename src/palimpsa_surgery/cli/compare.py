@@ -26,7 +26,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="TYPE",
-            help="float32, bfloat16 (with the fastest kernels) or float16. Default: one that holds the checkpoints' on a GPU, float32 elsewhere.",
+            help="float32, bfloat16 (with the fastest kernels) or float16. "
+            "Default: one that holds the checkpoints' on a GPU, float32 elsewhere.",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is not empty.")] = False,
