@@ -197,7 +197,7 @@ def test_mamba_ssm_gets_pieces_that_its_offsets_reach(final, packed, monkeypatch
         out = ssd_scan_chunked(x, dt, -A, B, C, initial_states, seq_idx, return_final_states)
         return out if return_final_states else out[0]
 
-    monkeypatch.setattr(scan, "_kernels_take", lambda *_: True)
+    monkeypatch.setattr(scan, "kernels_take", lambda *_: True)
     monkeypatch.setattr(scan, "_mamba_ssm_kernels", lambda: {"scan": kernel})
     monkeypatch.setattr(scan, "MAMBA_SSM_REACH", 300)
     actual = ssd_scan(x, dt, A, B, C, **given, chunk_size=4)

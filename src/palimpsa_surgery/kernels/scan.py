@@ -24,7 +24,7 @@ from .chunked import palimpsa_scan_chunked
 from .decay import document_numbers
 from .hopper_scan import AVAILABLE as GLUON_AVAILABLE
 from .ssd import ssd_scan_chunked
-from .triton_jit import triton
+from .triton_jit import kernels_take, triton
 from .triton_scan import palimpsa_scan_triton
 from .triton_step import palimpsa_step_triton
 
@@ -89,7 +89,7 @@ def palimpsa_scan(
     _check_scan_arguments(x, dt, A, B, C, beta, I_prior)
     _check("initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x, EXACT)
     seq_idx = _documents(seq_idx, cu_seqlens, x)
-    scan = palimpsa_scan_triton if triton is not None and _kernels_take(x, A) else palimpsa_scan_chunked
+    scan = palimpsa_scan_triton if triton is not None and kernels_take(x, A) else palimpsa_scan_chunked
     return ScanOutput(*scan(x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, return_final_state, return_variance))
 
 
@@ -118,7 +118,7 @@ def palimpsa_step(
         ValueError: an argument's shape, type or device does not fit the others.
     """
     _check_step_arguments(x, dt, A, B, C, state, D, beta, I_prior)
-    if triton is not None and _kernels_take(x, A, state):
+    if triton is not None and kernels_take(x, A, state):
         return palimpsa_step_triton(x, dt, A, B, C, beta, I_prior, state, D)
     value, alpha, key, query = _token(x, dt, A, B, C, state.dtype)
     M, Ibar = state.unbind(2)
@@ -154,7 +154,7 @@ def ssd_scan(
     _check_scan_arguments(x, dt, A, B, C)
     _check("initial_state", initial_state, (x.shape[0], x.shape[2], x.shape[3], B.shape[3]), x, FLOATS)
     seq_idx = _documents(seq_idx, None, x)
-    kernels = _mamba_ssm_kernels() if _kernels_take(x, A) else None
+    kernels = _mamba_ssm_kernels() if kernels_take(x, A) else None
     if kernels is None:
         return ssd_scan_chunked(x, dt, A, B, C, initial_state, seq_idx, return_final_state)
     documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
@@ -202,7 +202,7 @@ def _mamba_ssm_scan(
 def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None = None) -> Tensor:
     """One token of `ssd_scan` that updates `state` `[b, h, p, n]` in place; all else as for `palimpsa_step`."""
     _check_step_arguments(x, dt, A, B, C, state, D)
-    kernels = _mamba_ssm_kernels() if _kernels_take(x, A, state) else None
+    kernels = _mamba_ssm_kernels() if kernels_take(x, A, state) else None
     if kernels is not None:
         head_dim, state_size = state.shape[2:]
         # Without D and dt_bias mamba_ssm 2.3.2's step fails. It expects all of them for each row, and reads one value
@@ -352,11 +352,6 @@ def _check(
 
 def _describe(value: Tensor) -> str:
     return f"shape {tuple(value.shape)}, {value.dtype}"
-
-
-def _kernels_take(*tensors: Tensor) -> bool:
-    """Whether kernels for GPUs, which compute in float32, may run."""
-    return all(v.is_cuda and v.dtype != torch.float64 for v in tensors)
 
 
 def _token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -25,3 +25,8 @@ except ImportError:
     def jit(function):
         """Leave the kernels as plain functions, which are not to be called."""
         return function
+
+
+def kernels_take(*tensors: torch.Tensor) -> bool:
+    """Whether kernels for GPUs, which compute in float32, may run."""
+    return all(v.is_cuda and v.dtype != torch.float64 for v in tensors)
