@@ -15,20 +15,16 @@ States are kept only every `SEGMENT` tokens; the backward pass recomputes what l
 log alpha is a sum over the spans that contain a token, each formed inside its sub-chunk, so nothing cancels.
 """
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 from .decay import decay_from_start, decay_within, document_numbers
+from .triton_jit import NAMESPACE
 
 # Sub-chunks of 16 tokens keep [heads, 16, head_dim, state_size] in a CPU's second-level cache at tiny-mamba2's
 # size, and match the depth of a tensor-core product.
 SUBCHUNK = 16
 SEGMENT = 256
-
-# Exported models carry a copy of this file: operator names must differ between the copies in one process.
-_NAMESPACE = "palimpsa_" + hashlib.sha256(__name__.encode()).hexdigest()[:10]
 
 
 class _Subchunk:
@@ -96,7 +92,7 @@ def _prepare(x: Tensor, A: Tensor, I_prior: Tensor, B: Tensor, seq_idx: Tensor |
     return documents, prior
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::chunked_scan", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::chunked_scan", mutates_args=())
 def _chunked_scan(
     x: Tensor,
     dt: Tensor,
@@ -146,7 +142,7 @@ def _(x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, with_variance):
     )
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::chunked_scan_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::chunked_scan_backward", mutates_args=())
 def _chunked_scan_backward(
     x: Tensor,
     dt: Tensor,

@@ -1,9 +1,13 @@
 """Triton on NVIDIA's GPUs, and how kernels are compiled; without it the modules of the kernels still import."""
 
 import functools
+import hashlib
 from types import SimpleNamespace
 
 import torch
+
+# Of custom ops: one for each copy of the kernels, so that exports and the package live in one process
+NAMESPACE = "palimpsa_" + hashlib.sha1(__name__.encode()).hexdigest()[:10]
 
 # What changes with the sequence, or with the heads that a launch takes, is not specialised on, so that another length
 # compiles nothing anew: sizes and strides, and the addresses of what has one number for each head

@@ -33,7 +33,6 @@ Sums over heads, key blocks and time go through float32 partial results and a fi
 The launches of the backward pass take a few heads at a time, which bounds its memory.
 """
 
-import hashlib
 import os
 
 import torch
@@ -49,7 +48,7 @@ from .hopper_scan import segment_adjoints as tuned_segment_adjoints
 from .hopper_scan import segment_gradients as tuned_segment_gradients
 from .triton_backward import reduce_heads, reduce_rows, segment_adjoints, segment_gradients
 from .triton_forward import pass_states, read_out, segment_states
-from .triton_jit import tl, triton
+from .triton_jit import NAMESPACE, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 # Tokens a segment: the read-out takes 8.8, 8.9, 8.9 ms with 256, 512, 1024; 512 keeps the states at 0.33 GiB.
@@ -275,9 +274,7 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Custom ops: one namespace for each copy of this file, so that exports and the package live in one process
-
-_NAMESPACE = "palimpsa_" + hashlib.sha1(__name__.encode()).hexdigest()[:10]
+# Custom ops
 
 
 def _zeros_like_rows(x: Tensor) -> Tensor:
@@ -338,9 +335,9 @@ def _scan_backward_fake(x, dt, A, B, C, beta, I_prior, initial_state, documents,
     return [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in likes]
 
 
-_scan_op = torch.library.custom_op(f"{_NAMESPACE}::scan", _scan_forward, mutates_args=())
+_scan_op = torch.library.custom_op(f"{NAMESPACE}::scan", _scan_forward, mutates_args=())
 _scan_op.register_fake(_scan_forward_fake)
-_scan_backward_op = torch.library.custom_op(f"{_NAMESPACE}::scan_backward", _scan_backward, mutates_args=())
+_scan_backward_op = torch.library.custom_op(f"{NAMESPACE}::scan_backward", _scan_backward, mutates_args=())
 _scan_backward_op.register_fake(_scan_backward_fake)
 
 

@@ -4,12 +4,10 @@ Letters as in `triton_scan.py`. Decoding is bound by launches and by reading and
 kernel does the update, the read-out and the skip `D x`. It updates its input, so it is not autotuned.
 """
 
-import hashlib
-
 import torch
 from torch import Tensor
 
-from .triton_jit import jit, tl, triton
+from .triton_jit import NAMESPACE, jit, tl, triton
 
 
 @jit
@@ -74,10 +72,7 @@ def _step_forward(
     return y
 
 
-# One namespace for each copy of this file, so that exports and the package live in one process
-_step_op = torch.library.custom_op(
-    f"palimpsa_{hashlib.sha1(__name__.encode()).hexdigest()[:10]}::step", _step_forward, mutates_args=("state",)
-)
+_step_op = torch.library.custom_op(f"{NAMESPACE}::step", _step_forward, mutates_args=("state",))
 _step_op.register_fake(lambda x, dt, A, B, C, beta, I_prior, state, D: x.new_empty(x.shape))
 
 
