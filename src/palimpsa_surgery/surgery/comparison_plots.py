@@ -141,23 +141,24 @@ def plot_comparison(comparison: "Comparison", path: Path) -> None:
         panels += [_draw_perplexity, _draw_difference]
     if sum(subject.speed is not None for subject in subjects) > 1:
         panels.append(_draw_costs)
-    scores = len(_drawn_scores(comparison))
-    # Beside scores, whose panel is as high as their number asks for, the others stand one below the other.
-    down, across = (max(len(panels), 1), 1 + bool(panels)) if scores else (1, len(panels))
-    height = max(_PANEL[1] * down, 1.2 + 0.24 * scores)
+    tall = 1.2 + 0.24 * len(_drawn_scores(comparison))
+    beside = tall > _PANEL[1]  # many scores: in a column of their own, the other panels one below the other
+    if comparison.presets and not beside:
+        panels.append(_draw_scores)
+    across = 1 if beside else len(panels) if len(panels) < 4 else 2
+    down = -(-len(panels) // across)
+    rest = max(0.0, tall - _PANEL[1] * down) if beside else 0.0
+    width, height = max(5.4, _PANEL[0] * (across + beside)), _PANEL[1] * down + rest
     names = [_clipped(name) for name in comparison.labels]
-    columns = max(1, min(len(names), 3, int(_PANEL[0] * across // (0.5 + 0.08 * max(map(len, names))))))
-    width = max(5.4, _PANEL[0] * across)
+    columns = max(1, min(len(names), 3, int(width // (0.5 + 0.08 * max(map(len, names))))))
     figure = Figure(figsize=(width, height + 0.2 + 0.2 * -(-len(names) // columns)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    rest = height - _PANEL[1] * down
-    places = figure.add_gridspec(
-        down + (rest > 0), across, height_ratios=[*[_PANEL[1]] * down, *([rest] if rest > 0 else [])]
-    )
+    heights = [*[_PANEL[1]] * down, *([rest] if rest else [])]
+    places = figure.add_gridspec(len(heights), across + beside, height_ratios=heights)
     for index, draw in enumerate(panels):
-        draw(figure.add_subplot(places[index, 0] if scores else places[0, index]), comparison)
-    if scores:
-        _draw_scores(figure.add_subplot(places[:, -1]), comparison)
+        draw(figure.add_subplot(places[index // across, index % across]), comparison)
+    if beside:
+        _draw_scores(figure.add_subplot(places[:, -1] if panels else places[:, :]), comparison)
     first = figure.axes[0]
     handles = [first.plot([], [], **style, linewidth=1.5, markersize=4)[0] for _, style in _each(comparison)]
     legend = [literal(name) for name in names]
@@ -248,7 +249,7 @@ def _draw_scores(axes: Axes, comparison: "Comparison") -> None:
             if (name, column) in scores:
                 rows.append(row)
                 values.append(scores[name, column].value)
-        axes.plot(values, rows, **style, linestyle="none", markersize=5, alpha=0.85)
+        axes.plot(values, rows, **style, linestyle="none", markersize=5 if axes.lines else 8, alpha=0.85)
     names = [literal(f"{name} {column}".strip()) for _, name, column in places]
     axes.set_yticks(range(len(places)), names, fontsize=8)
     axes.set_ylim(len(places) - 0.5, -0.5)
