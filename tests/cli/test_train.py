@@ -57,6 +57,7 @@ def test_plan_run_and_run_again(cli, tiny_checkpoint, recipe, tmp_path, monkeypa
     again = cli(*command)
     assert (again.code, again.stderr) == (0, "")
     assert "This run was finished already." in again.stdout
+    assert "This run was finished already." in cli(*command, "--prepare-only").stdout
 
     changed = cli(*command, "--seed", 3)
     assert f"run {tmp_path / 'run'} was started differently: seed was 0, is 3" in changed.error

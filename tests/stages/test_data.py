@@ -172,7 +172,7 @@ def test_answer_of_another_type(prepared, instruction_recipe):
 @pytest.mark.parametrize(
     ("length", "held_out", "message"),
     [
-        (4096, 0.5, r"stage first: \d+ tokens of data, held_out 0\.5 of them, make 0 sequences of 4096"),
+        (4096, 0.5, r"^data: \d+ tokens, held_out 0\.5 of them, make 0 sequences of 4096"),
         (1000, 0.02, r"make 0 sequences of 1000 to train on and 1 to evaluate; each needs one"),
     ],
     ids=["none-at-all", "none-to-train-on"],

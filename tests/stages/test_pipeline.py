@@ -340,6 +340,37 @@ def test_data_are_prepared_where_there_are_no_weights(
     assert_same_bits(tmp_path / "run", whole_run)
 
 
+def test_data_of_another_tokenizer_are_not_trained_on(checkpoint, small_recipe, tmp_path):
+    """Before the weights are known, nothing else would tell them from those of this checkpoint."""
+    train(checkpoint, small_recipe, tmp_path / "run", prepare_only=True)
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="was started with another tokenizer, whose vocabulary differs"):
+        train(other, small_recipe, tmp_path / "run")
+    assert train(checkpoint, small_recipe, tmp_path / "run").did == ("first", "second")
+    with pytest.raises(UserError, match="was started with another tokenizer"):
+        train(other, small_recipe, tmp_path / "run")
+
+
+def test_the_record_names_the_weights_that_were_trained(checkpoint, small_recipe, tmp_path):
+    train(checkpoint, small_recipe, tmp_path / "run", prepare_only=True)
+    checkpoint.rename(tmp_path / "moved")
+    assert train(tmp_path / "moved", small_recipe, tmp_path / "run").record["base"] == str(tmp_path / "moved")
+
+
+def test_data_that_were_removed_before_training_are_made_again(checkpoint, small_recipe, whole_run, tmp_path):
+    prepared = train(checkpoint, small_recipe, tmp_path / "run", prepare_only=True).prepared
+    shutil.rmtree(next(iter(prepared)))
+    assert train(checkpoint, small_recipe, tmp_path / "run", prepare_only=True).prepared == prepared
+    assert all(folder.is_dir() for folder in prepared)
+    train(checkpoint, small_recipe, tmp_path / "run")
+    assert_same_bits(tmp_path / "run", whole_run)
+
+
 def test_results_fit_80_columns(finished):
     assert "second" in printed(finished)
 
@@ -396,8 +427,9 @@ def test_output_that_is_something_else(checkpoint, small_recipe, tmp_path, monke
     else:
         output.mkdir()
         (output / {"folder": "mine.txt", "other-json": "run.json"}[content]).write_text("{}")
-    with pytest.raises(UserError, match=r"is not empty|is not a folder|is not the record of a run"):
+    with pytest.raises(UserError, match=r"is not empty|is not a folder|is not the record of a run") as error:
         train(checkpoint, small_recipe, output)
+    assert "--overwrite" not in str(error.value), "train has no such option"
 
 
 def test_bad_data_leave_no_run_behind(checkpoint, recipe_dict, write_recipe, tmp_path):

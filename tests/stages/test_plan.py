@@ -10,6 +10,7 @@ from rich.console import Console
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.stages.pipeline import train
 from palimpsa_surgery.stages.recipe import load_recipe
+from palimpsa_surgery.surgery import hub
 from palimpsa_surgery.surgery.checkpoints import open_config
 
 NATIVE = {
@@ -88,6 +89,14 @@ def test_plan_of_the_baseline_needs_a_config_and_no_network(config_only, tmp_pat
         "Yukang/LongAlpaca-12k @ main.",
     ):
         assert words in joined, words
+
+
+def test_the_plan_says_what_is_downloaded_of_a_checkpoint_of_the_hub(config_only, tmp_path, monkeypatch):
+    folder = config_only()
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: str(folder))
+    plan = train("me/mamba2-2.7b", "mamba2-2.7b-baseline", tmp_path / "run", dry_run=True).plan
+    assert "The weights of me/mamba2-2.7b are not checked yet" in " ".join(plan.notes)
+    assert "will be downloaded: about 5.0 GiB in 16 bits" in " ".join(plan.notes)
 
 
 def test_plan_of_the_hybrid(hybrid_config, tmp_path):

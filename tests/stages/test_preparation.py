@@ -256,7 +256,7 @@ def test_interrupted_preparation_goes_on(recipe, tokenizer, tmp_path, monkeypatc
     ]
 
 
-@pytest.mark.parametrize("change", ["seed", "file", "state"])
+@pytest.mark.parametrize("change", ["seed", "file", "state", "state-cut", "state-lost", "state-of-a-list"])
 def test_a_state_of_other_data_is_not_gone_on_from(recipe, tokenizer, tmp_path, monkeypatch, words, change):
     stage = stage_of(recipe(mixture()))
     monkeypatch.setattr(preparation, "SAVE_TOKENS", 128)
@@ -271,8 +271,12 @@ def test_a_state_of_other_data_is_not_gone_on_from(recipe, tokenizer, tmp_path, 
             prepare(stage, tokenizer, tmp_path / "data")
     if change == "file":
         (words / "a.jsonl").write_text((words / "a.jsonl").read_text().replace("number", "of the number"))
-    elif change == "state":
-        (tmp_path / "data.unfinished" / "state.npz").write_bytes(b"PK damaged")
+    elif change.startswith("state"):
+        state = tmp_path / "data.unfinished" / "state.npz"
+        whole = state.read_bytes()
+        state.write_bytes({"state": b"PK damaged", "state-cut": whole[: len(whole) // 2]}.get(change, b""))
+        if change == "state-of-a-list":
+            np.savez(state, about="[]")
     seed = {"seed": 3}.get(change, 0)
     prepare(stage, tokenizer, tmp_path / "data", seed=seed)
     prepare(stage, tokenizer, tmp_path / "fresh", seed=seed)
@@ -436,9 +440,21 @@ def test_a_mixture_trains(recipe, finished, tmp_path):
     assert run.final.is_dir()
 
 
-def test_a_filter_that_keeps_nothing(recipe, tokenizer, tmp_path):
-    stage = stage_of(recipe({"kind": "text", "files": ["a.jsonl"], "filter": {"text": "no such text"}}))
-    with pytest.raises(UserError, match=r"each needs one; the filter or part of a\.jsonl kept no row"):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_filter_that_keeps_nothing(recipe, tokenizer, tmp_path, mixed):
+    nothing = {"kind": "text", "files": ["a.jsonl"], "filter": {"text": "no such text"}}
+    data = mixture()
+    data["sources"][0] |= nothing
+    place = r"^stages\[3\]\.data" + (r"\.sources\[0\]: " if mixed else ": ")
+    with pytest.raises(UserError, match=place + r".*; the filter or part of a\.jsonl kept no row"):
+        prepare(stage_of(recipe(data if mixed else nothing)), tokenizer, tmp_path / "data", place="stages[3].")
+
+
+def test_a_filter_is_not_blamed_for_what_is_too_long(recipe, words, tokenizer, tmp_path):
+    (words / "long.jsonl").write_text(json.dumps({"instruction": "a", "output": "word " * 500}) + "\n")
+    part = {"by": "instruction", "range": [0, 1]}
+    stage = stage_of(recipe({"kind": "instruction", "files": ["long.jsonl"], "part": part}))
+    with pytest.raises(UserError, match=r"each needs one; left out: 1 too_long$"):
         prepare(stage, tokenizer, tmp_path / "data")
 
 

@@ -145,9 +145,10 @@ def test_a_group_is_one_document(source, kind):
 
 
 @KINDS
-def test_grouping_by_what_is_no_value(source, kind):
-    with pytest.raises(UserError, match="column 'meta' is of type dict, and cannot be grouped by"):
-        texts(source(kind, group_by="meta"))
+@pytest.mark.parametrize("options", [{"group_by": "meta"}, {"part": {"by": "meta", "range": [0, 1]}}])
+def test_what_is_no_value_tells_no_rows_apart(source, kind, options):
+    with pytest.raises(UserError, match="column 'meta' is of type dict, and cannot tell rows apart"):
+        texts(source(kind, **options))
 
 
 def test_documents_without_a_group_stay_alone(source, files):

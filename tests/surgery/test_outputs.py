@@ -52,6 +52,19 @@ def test_a_failed_move_puts_the_old_folder_back(tmp_path, monkeypatch):
     assert (old / "file").read_text() == "old"
 
 
+def test_a_folder_that_another_process_filled_meanwhile_is_left_alone(tmp_path):
+    def write():
+        with fresh_directory(tmp_path / "out") as work:
+            (work / "file").write_text("ours")
+            with fresh_directory(tmp_path / "out") as other:
+                (other / "file").write_text("theirs")
+
+    with pytest.raises(UserError, match="out was written by another process meanwhile"):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "theirs"
+
+
 def test_overwriting_replaces_everything(tmp_path):
     old = tmp_path / "out"
     old.mkdir()

@@ -41,7 +41,7 @@ def train(
         console.print("Dry run: nothing was written.")
         return
     run = pipeline.train(checkpoint, recipe, output, **options, prepare_only=prepare_only)
-    if prepare_only:
+    if prepare_only and not run.already_finished:
         for folder, tokens in run.prepared.items():
             print_path(f"Data are ready: {tokens:,} tokens in", folder)
         return

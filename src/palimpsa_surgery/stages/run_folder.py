@@ -32,6 +32,8 @@ def existing_run(output: Path, recipe: Recipe, options: dict) -> dict | None:
     """The record of the run that `output` holds, if there is one and it may be gone on with."""
     record = read_run(output)
     if record is None:
+        if output.is_dir() and any(output.iterdir()):
+            raise UserError(f"output folder {output} is not empty and holds no run (choose another --output)")
         check_output_directory(output)
     else:
         _check_same_conditions(output, record, recipe, options)
@@ -58,6 +60,7 @@ def start_run(plan: Plan, options: dict) -> dict:
         "recipe": plan.recipe.name,
         "base": plan.source.name,
         "base_fingerprint": None,
+        "vocabulary": None,
         "seed": plan.recipe.seed,
         **options,
         "stages": [
@@ -96,7 +99,8 @@ def check_weights(plan: Plan, record: dict) -> dict:
 
     found = fingerprint(load_model(plan.source))
     if record["base_fingerprint"] is None:
-        record["base_fingerprint"] = found
+        # Named anew, since data may have been prepared from a copy without weights.
+        record |= {"base": plan.source.name, "base_fingerprint": found}
         write_run(plan.output, record)
     elif found != record["base_fingerprint"]:
         raise UserError(
@@ -110,15 +114,22 @@ def prepare_data(plan: Plan, record: dict, wanted: list[int], tokenizer: "PreTra
     """Tokenise the data of the stages that will run, and return the record; where a call was interrupted, go on.
 
     Data that turn out to be of no use leave no run behind, unless some have been tokenised: that may have taken hours.
-    """
-    from palimpsa_surgery.stages.data import prepare
 
+    Raises:
+        UserError: as `prepare` does; or the run was started with a tokenizer of another vocabulary.
+    """
+    from palimpsa_surgery.stages.data import prepare, vocabulary_hash
+
+    found = vocabulary_hash(tokenizer)
+    if record.get("vocabulary") not in (None, found):
+        raise UserError(f"run {plan.output} was started with another tokenizer, whose vocabulary differs")
+    record["vocabulary"] = found
     how = {"scored": plan.recipe.evaluation.tokens, "seed": plan.recipe.seed}
     try:
         for index in wanted:
             part, entry = plan.stages[index], record["stages"][index]
-            if entry["data"] is None:
-                folder = plan.output / part.folder / "data"
+            folder = plan.output / part.folder / "data"
+            if entry["data"] is None or (entry["status"] == "pending" and not folder.is_dir()):
                 shutil.rmtree(folder, ignore_errors=True)  # whole, but a kill came before it was recorded
                 entry["data"] = prepare(
                     part.stage, tokenizer, folder, tokens=part.tokens, place=f"stages[{index}].", **how

@@ -100,10 +100,17 @@ def open_config(model: str | Path) -> Source:
         UserError: as `open_source`, but for missing weights.
     """
     folder = checkpoint_folder(model, weights=False)
-    if Path(model).expanduser().is_dir() and any((folder / name).is_file() for name in WEIGHT_FILES):
+    local = Path(model).expanduser().is_dir()
+    if local and any((folder / name).is_file() for name in WEIGHT_FILES):
         return open_source(model)
     kind, config, notes = read_config(folder, str(model))
-    notes.append("The weights are not here: neither read nor checked.")
+    if local:
+        notes.append("The weights are not here: neither read nor checked.")
+    else:
+        notes.append(
+            f"The weights of {model} are not checked yet; what of them is not in the cache will be downloaded: about "
+            f"{parameter_count(config) * 2 / 2**30:.1f} GiB in 16 bits, twice that in 32."
+        )
     return _with_tokenizer(Source(folder, str(model), kind, config, torch.float32, tuple(notes)))
 
 

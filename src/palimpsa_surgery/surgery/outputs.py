@@ -73,7 +73,7 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
         _share(work)
-        if path.exists():
+        if overwrite and path.exists():
             old = work.with_suffix(".old")
             path.rename(old)
             try:
@@ -83,11 +83,13 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
                 raise
             shutil.rmtree(old, ignore_errors=True)
         else:
-            work.rename(path)
+            work.rename(path)  # an empty folder gives way; one that was filled meanwhile does not
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, Exception) and (reason := write_failure(error)):
             raise UserError(f"{path} could not be written: {reason}") from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST) and any(path.iterdir()):
+            raise UserError(f"{path} was written by another process meanwhile") from error
         raise
     finally:
         os.close(lock)

@@ -99,6 +99,7 @@ class RunRecord(Record):
     recipe: str
     base: str
     base_fingerprint: str | None
+    vocabulary: str | None = None
     seed: Count
     max_steps: Annotated[int, Field(gt=0)] | None
     tokenizer: str | None

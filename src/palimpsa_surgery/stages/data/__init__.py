@@ -2,7 +2,7 @@
 
 from palimpsa_surgery.stages.data.lanes import ContinuedOrder, training_order
 from palimpsa_surgery.stages.data.order import IGNORED, Sequences, TrainingOrder, collate
-from palimpsa_surgery.stages.data.preparation import check_data, data_bytes, prepare, wanted_sequences
+from palimpsa_surgery.stages.data.preparation import check_data, data_bytes, prepare, vocabulary_hash, wanted_sequences
 
 __all__ = [
     "IGNORED",
@@ -14,5 +14,6 @@ __all__ = [
     "data_bytes",
     "prepare",
     "training_order",
+    "vocabulary_hash",
     "wanted_sequences",
 ]

@@ -48,6 +48,7 @@ class SequenceStream:
         state = state or {}
         if pinned := state.get("revision"):  # the newest may be another by now
             fields = fields.model_copy(update={"hub": fields.hub.model_copy(update={"revision": pinned})})
+        self.fields = fields
         self.source: Source = open_source(fields, tokenizer, seed=seed)
         self.revision: str | None = getattr(getattr(self.source, "files", None), "revision", None)
         """The commit of a set of the Hub."""

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,11 @@ _STATE = "state.npz"
 def token_type(vocabulary: int) -> np.dtype:
     """The smallest of the types that tokens are stored in, for a vocabulary of so many entries."""
     return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+
+
+def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A hash of a tokenizer's entries and their ids."""
+    return hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
 
 
 def held_out_tokens(stage: Stage, tokens: int, scored: int) -> int:
@@ -160,7 +166,7 @@ class _Writer:
         place: str,
     ) -> None:
         self.stage, self.tokenizer, self.work, self.seed = stage, tokenizer, work, seed
-        self.tokens, self.scored = tokens, scored
+        self.tokens, self.scored, self.place = tokens, scored, place
         self.length = stage.sequence_length
         self.held_out, self.wanted = wanted_sequences(stage, tokens, scored)
         self.border = held_out_tokens(stage, tokens, scored)
@@ -241,12 +247,6 @@ class _Writer:
                 )
         return sequence
 
-    def _nothing_kept(self, streams: list[SequenceStream]) -> str:
-        for fields, stream in zip(self.fields, streams, strict=True):
-            if getattr(fields, "deciding", None) and not stream.counts[stream.source.noun]:
-                return f"; the filter or part of {name_of(fields)} kept no row"
-        return ""
-
     def _finish(self, streams: list[SequenceStream], sequences: int) -> dict[str, Any]:
         whole = sequences == self.wanted
         tokens = sequences * self.length + (0 if whole else streams[0].rest)
@@ -255,9 +255,9 @@ class _Writer:
         held_out, training = split(sequences, self.length, border)
         if not len(training) or not len(held_out):
             raise UserError(
-                f"stage {self.stage.name}: {tokens} tokens of data, held_out {fraction:g} of them, make "
-                f"{len(training)} sequences of {self.length} to train on and {len(held_out)} to evaluate; each needs "
-                f"one{''.join(map(_left_out, streams))}{self._nothing_kept(streams)}"
+                f"{self.place}data: {tokens} tokens, held_out {fraction:g} of them, make {len(training)} sequences of "
+                f"{self.length} to train on and {len(held_out)} to evaluate; each needs one"
+                f"{''.join(map(_left_out, streams))}"
             )
         read = sum(stream.tokens for stream in streams)
         sources = [
@@ -275,7 +275,10 @@ class _Writer:
 
 def _left_out(stream: SequenceStream) -> str:
     left = {name: stream.counts[name] for name in ("too_long", "unanswered") if stream.counts[name]}
-    return "; left out: " + ", ".join(f"{count} {name}" for name, count in left.items()) if left else ""
+    if left:
+        return "; left out: " + ", ".join(f"{count} {name}" for name, count in left.items())
+    chosen = not stream.counts[stream.source.noun] and getattr(stream.fields, "deciding", None)
+    return f"; the filter or part of {name_of(stream.fields)} kept no row" if chosen else ""
 
 
 @contextmanager
@@ -315,8 +318,7 @@ def _fingerprint(stage: Stage, tokenizer: "PreTrainedTokenizerBase", tokens: int
     """What the data depend on: a state of other data is of no use."""
     files = [file for _, source in sources_of(stage.data) for file in getattr(source, "files", None) or ()]
     sizes = [os.stat(file).st_size for file in files if os.path.exists(file)]
-    vocabulary = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
-    parts = [stage.model_dump_json(), tokens, scored, seed, sizes, vocabulary]
+    parts = [stage.model_dump_json(), tokens, scored, seed, sizes, vocabulary_hash(tokenizer)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -324,7 +326,10 @@ def _write_state(work: Path, key: str, streams: list[SequenceStream]) -> None:
     states = [stream.state() for stream in streams]
     arrays = {f"{name}{number}": state.pop(name) for number, state in enumerate(states) for name in ("ids", "learn")}
     draft = work / f"draft-{_STATE}"
-    np.savez(draft, about=json.dumps({"key": key, "states": states}), **arrays)
+    with draft.open("wb") as file:
+        np.savez(file, about=json.dumps({"key": key, "states": states}), **arrays)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(draft, work / _STATE)
 
 
@@ -339,5 +344,5 @@ def _read_state(work: Path, key: str) -> list[dict[str, Any]] | None:
                 state | {name: file[f"{name}{number}"] for name in ("ids", "learn")}
                 for number, state in enumerate(about["states"])
             ]
-    except (OSError, ValueError, KeyError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # none, or damaged
         return None

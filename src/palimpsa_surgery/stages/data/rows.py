@@ -120,7 +120,22 @@ def file_order(source: Rows, count: int, seed: int) -> list[int]:
 def passes(source: Rows, row: dict, where: str) -> bool:
     """Whether a row is one of those that the source's filter and part keep."""
     wanted = all(is_wanted(value_of(row, column, where), value) for column, value in source.filter.items())
-    return wanted and (source.part is None or source.part.holds(value_of(row, source.part.by, where)))
+    return wanted and (source.part is None or source.part.holds(single_value(row, source.part.by, where)))
+
+
+def single_value(row: dict, column: str, where: str) -> object:
+    """Return what a row's column holds, by which rows can be told apart.
+
+    Raises:
+        UserError: there is no such column, or it holds several values.
+    """
+    value = value_of(row, column, where)
+    if isinstance(value, dict | list):
+        raise UserError(
+            f"{where}: column {column!r} is of type {type(value).__name__}, and cannot tell rows apart: name a column "
+            "of single values"
+        )
+    return value
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.stages.data.rows import Position, file_order, open_files, passes
+from palimpsa_surgery.stages.data.rows import Position, file_order, open_files, passes, single_value
 from palimpsa_surgery.stages.recipe_data import InstructionSource, SyntheticSource, TextSource, local_path
 from palimpsa_surgery.stages.recipe_data import Source as SourceFields
 from palimpsa_surgery.stages.synthetic import Example, generate
@@ -155,10 +155,7 @@ class TextRows(_ReadSource):
         for text, where, row, number in self._rows(index, start):
             if text is None:
                 continue
-            value = value_of(row, self.fields.group_by, where)
-            if isinstance(value, dict | list):
-                kind = type(value).__name__
-                raise UserError(f"{where}: column {self.fields.group_by!r} is of type {kind}, and cannot be grouped by")
+            value = single_value(row, self.fields.group_by, where)
             groups.setdefault(object() if value is None else value, []).append(text)
             held += 1
             if held == self.fields.group_window:
