@@ -319,7 +319,7 @@ def test_the_report_fits_80_columns(diagnosis):
     text = report(diagnosis[0])
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    for words in ("Perplexity over 3 sequences of 90 tokens", "total variation", "metaplast.", "16 to 63"):
+    for words in ("Perplexity over 3 sequences of 90 tokens", "total variation", "metaplast.", "16 to 63", "any head"):
         assert words in text
     assert report(diagnosis[0], width=200) == text, "nothing is wrapped"
 

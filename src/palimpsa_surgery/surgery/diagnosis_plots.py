@@ -390,8 +390,8 @@ def diagnosis_report(diagnosis: "Diagnosis") -> Group:
     quarter, last = (diagnosis.positions[index] for index in (_quarter(diagnosis.positions), -1))
     notes = [f"state std: of M after {last:,} tokens; growth: its ratio to that after {quarter:,}"]
     if diagnosis.palimpsa_layers:
-        notes.append("importance: largest Ibar / I_prior; metaplast.: (I_max - I_min) / I_min")
-        notes.append("variance: predictive variance over the prior's")
+        notes.append("importance: largest Ibar / I_prior, here of any head")
+        notes.append("metaplast.: (I_max - I_min) / I_min; variance: predictive over the prior's")
     return Group(
         Text(f"Perplexity over {diagnosis.sequences} sequence{many} of {last:,} tokens", style="bold"),
         _loss_table(diagnosis),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import requests
 import torch
 
 from palimpsa_surgery.errors import UserError
@@ -108,12 +109,12 @@ def local_data(tmp_path, monkeypatch):
     genuine = datasets.load_dataset
 
     def serve(data):
-        def load(path, name=None, **_):
-            split, rows = data[path, name]
+        def load(path, name=None, split=None, **_):
+            theirs, rows = data[path, name]
             file = tmp_path / f"{path.replace('/', '-')}-{name}.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            splits = {"train", split}  # lm-eval looks for examples in train
-            return genuine("json", data_files=dict.fromkeys(splits, str(file)))
+            splits = {"train", theirs}  # lm-eval looks for examples in train
+            return genuine("json", data_files=dict.fromkeys(splits, str(file)), split=split)
 
         monkeypatch.setattr(datasets, "load_dataset", load)
 
@@ -264,13 +265,16 @@ def test_longbench2_without_the_groups_says_so(hybrid, local_data, tmp_path):
     assert "longbench2_code is not in the scores by difficulty or length (it has: context, question" in done.notes[1]
 
 
-def test_ruler_makes_its_data_offline(tiny_checkpoint, hybrid, tmp_path):
+OFFLINE = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe"]
+FETCHED = [name for name in PRESETS["ruler"].tasks if name not in OFFLINE]
+
+
+def test_ruler_makes_its_data(tiny_checkpoint, hybrid, local_data, tmp_path, monkeypatch):
     """In one test, since its needles take 15 seconds to import."""
-    offline = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe"]
-    done = evaluate(hybrid, "ruler", tmp_path / "out", tasks=offline, lengths=[1024], limit=1)
-    assert list(done.tasks) == offline
+    done = evaluate(hybrid, "ruler", tmp_path / "out", tasks=OFFLINE, lengths=[1024], limit=1)
+    assert list(done.tasks) == OFFLINE
     assert [(score.name, score.column) for score in done.scores] == [
-        (name, "1,024") for name in ("N-1", "VT", "CWE", "FWE", "aggregation")
+        (name, "1,024") for name in ("N-1", "niah_multikey_2", "niah_multikey_3", "VT", "CWE", "FWE", "aggregation")
     ]
     assert done.truncated == 0
     assert done.max_length == 2048
@@ -281,12 +285,84 @@ def test_ruler_makes_its_data_offline(tiny_checkpoint, hybrid, tmp_path):
     two = evaluate(hybrid, "ruler", tmp_path / "two", tasks=["niah_single_1"], lengths=[300, 400], limit=2)
     assert two.tasks["niah_single_1"].documents == 4, "two of each length"
     assert [score.column for score in two.scores] == ["300", "400"]
-    real = evaluate(tiny_checkpoint, "ruler", tmp_path / "real", tasks=["niah_single_1"], lengths=[300], limit=1)
-    assert 200 < real.tasks["niah_single_1"].longest <= 300 + RULER_MARGIN
     with pytest.raises(UserError, match=r"task niah_single_1: .*Could not generate any sample"):
         evaluate(hybrid, "ruler", tmp_path / "no", tasks=["niah_single_1"], lengths=[100])
-    with pytest.raises(UserError, match=r"task niah_single_2: its data set baber/paul_graham_essays cannot be fetched"):
+
+    essays, nltk_data = (
+        "its data set baber/paul_graham_essays cannot be fetched",
+        "nltk's punkt_tab is not on this mach",
+    )
+    with pytest.raises(UserError, match=f"task niah_single_2: {essays}"):
         evaluate(hybrid, "ruler", tmp_path / "no", tasks=["niah_single_2"], lengths=[300])
+    local_data({("baber/paul_graham_essays", None): ("train", [{"text": f"{STORY} the camels were coming. " * 60}])})
+    monkeypatch.setattr("nltk.data.path", [])
+    with pytest.raises(UserError, match=f"task niah_single_2: {nltk_data}"):
+        evaluate(hybrid, "ruler", tmp_path / "no", tasks=["niah_single_2"], lengths=[300])
+    import lm_eval.tasks.ruler.prepare_niah as needles
+
+    monkeypatch.setattr(needles, "sent_tokenize", lambda text: text.split(". "))
+    monkeypatch.setattr("requests.get", fetch_questions)
+    real = evaluate(tiny_checkpoint, "ruler", tmp_path / "real", tasks=FETCHED, lengths=[600], limit=1)
+    needles.get_haystack.cache_clear()
+    assert sorted(real.tasks) == sorted(FETCHED)
+    for name, task in real.tasks.items():
+        assert (task.documents, task.truncated) == (1, 0), name
+        assert 150 < task.longest <= 600 + RULER_MARGIN, name
+    names = ["N-2", "N-3", "niah_multikey_1", "N-MQ", "N-MV", "HotPot", "SQA", "question answering"]
+    assert [score.name for score in real.scores] == names
+
+
+def fetch_questions(url, **_):
+    """500 questions in the format of SQuAD, or of HotpotQA, as `requests` gives them."""
+    stories = [f"{STORY} {number} camels were coming." for number in range(50)]
+    asked = [("How many camels were coming?", str(number % 50)) for number in range(500)]
+    if "SQuAD" in url:
+        answers = [{"question": q, "is_impossible": False, "answers": [{"text": a}]} for q, a in asked]
+        paragraphs = [{"context": story, "qas": answers[number::50]} for number, story in enumerate(stories)]
+        content = {"data": [{"paragraphs": paragraphs}]}
+    else:
+        context = [[f"Herd {number}", [story]] for number, story in enumerate(stories)]
+        content = [{"question": q, "answer": a, "context": context[n % 50 :][:2]} for n, (q, a) in enumerate(asked)]
+    response = requests.Response()
+    response.status_code, response._content = 200, json.dumps(content).encode()
+    return response
+
+
+def test_ruler_is_grouped_as_in_table_6():
+    lengths = [4096, 8192]
+    tasks = list(PRESETS["ruler"].tasks)
+    results = {task: {"4096,none": n / 20, "8192,none": n / 40} for n, task in enumerate(tasks, start=1)}
+    at = {task: 100 * numbers["4096,none"] for task, numbers in results.items()}
+    keys = [f"niah_multikey_{number}" for number in (1, 2, 3)]
+    niah = [f"niah_single_{number}" for number in (1, 2, 3)] + keys + ["niah_multiquery", "niah_multivalue"]
+    expected = {
+        **{f"N-{number}": at[f"niah_single_{number}"] for number in (1, 2, 3)},
+        "N-MK": sum(at[key] for key in keys) / 3,
+        "N-MQ": at["niah_multiquery"],
+        "N-MV": at["niah_multivalue"],
+        "retrieval": sum(at[task] for task in niah) / 8,
+        "VT": at["ruler_vt"],
+        "CWE": at["ruler_cwe"],
+        "FWE": at["ruler_fwe"],
+        "aggregation": (at["ruler_cwe"] + at["ruler_fwe"]) / 2,
+        "HotPot": at["ruler_qa_hotpot"],
+        "SQA": at["ruler_qa_squad"],
+        "question answering": (at["ruler_qa_hotpot"] + at["ruler_qa_squad"]) / 2,
+        "average of 13 tasks": sum(at.values()) / 13,
+    }
+    scores = PRESETS["ruler"].summary(results, {}, lengths)
+    assert {s.name: s.value for s in scores if s.column == "4,096"} == pytest.approx(expected)
+    assert {s.name: 2 * s.value for s in scores if s.column == "8,192"} == pytest.approx(expected)
+    assert list(dict.fromkeys(score.name for score in scores)) == list(expected), "in the order of the table"
+    assert len(scores) == 2 * len(expected)
+
+    del results["niah_multikey_1"]
+    results["ruler_vt"]["8192,none"] = -1  # lm-eval's word for no document of this length
+    named = {(s.name, s.column): s.value for s in PRESETS["ruler"].summary(results, {}, lengths)}
+    assert named["niah_multikey_2", "4,096"] == at["niah_multikey_2"]
+    assert not {name for name, _ in named} & {"N-MK", "niah_multikey_1", "retrieval", "average of 13 tasks"}
+    assert ("VT", "4,096") in named
+    assert ("VT", "8,192") not in named
 
 
 def test_every_task_of_the_presets_is_one_of_lm_evals():

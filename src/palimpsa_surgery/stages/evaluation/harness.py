@@ -261,6 +261,9 @@ def _load_problem(error: Exception, config: Mapping[str, Any]) -> str:
     if isinstance(error, ImportError):
         return f"it needs a package that is missing ({one_line(error)}): {INSTALL}"
     local = dataset in ("json", "csv", "text", "parquet", "arrow")
+    if isinstance(error, LookupError) and (named := re.search(r"Resource '?([\w-]+)'? not found", str(error))):
+        part = named[1]  # of nltk, which fetches it when RULER's tasks are first loaded
+        return f"nltk's {part} is not on this machine and cannot be fetched: python -m nltk.downloader {part}"
     if isinstance(error, FileNotFoundError) and (local or not dataset):
         return f"its data cannot be read: {one_line(error)}"
     if local and type(error).__module__.startswith("datasets"):

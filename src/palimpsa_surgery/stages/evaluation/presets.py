@@ -105,7 +105,10 @@ RULER = {
 
 
 def ruler_summary(results: Results, _samples: object, lengths: Sequence[int]) -> list[Score]:
-    """Each column and each category of Table 6 at each length; a category counts every task once."""
+    """Each column and each category of Table 6 at each length; a category counts every task once.
+
+    Of a column whose tasks were not all run, those that were stand under their own names.
+    """
 
     def score(name: str, tasks: Sequence[str], length: int) -> list[Score]:
         values = [results[task].get(f"{length},none", -1) for task in tasks if task in results]
@@ -117,8 +120,12 @@ def ruler_summary(results: Results, _samples: object, lengths: Sequence[int]) ->
 
     scores: list[Score] = []
     for category, columns in RULER.items():
-        rows = list(columns.items())
-        if len(rows) > 1:
+        rows = [
+            row
+            for name, tasks in columns.items()
+            for row in ([(name, tasks)] if results.keys() >= set(tasks) else [(task, (task,)) for task in tasks])
+        ]
+        if len(columns) > 1:
             rows.append((category, tuple(task for tasks in columns.values() for task in tasks)))
         scores += [found for name, tasks in rows for length in lengths for found in score(name, tasks, length)]
     everything = [task for columns in RULER.values() for tasks in columns.values() for task in tasks]
