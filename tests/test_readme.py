@@ -106,6 +106,13 @@ def test_the_commands_evaluate_it(exported, tiny_checkpoint, monkeypatch):
     assert sorted(path.name for path in Path("scores").iterdir()) == ["commonsense", "mine", "ruler"]
 
 
+def test_the_python_code_asks_nothing():
+    """Without the flag transformers asks whoever has not imported this package whether to run the export's code."""
+    calls = re.findall(r"from_pretrained\(([^)]*)\)", "".join(PYTHON))
+    assert len(calls) == 3
+    assert all("trust_remote_code=True" in call for call in calls), calls
+
+
 def test_make_knows_the_targets():
     targets = sorted(set(re.findall(r"`?make (\w+)`?", README)))
     assert targets == ["demo", "test"]
