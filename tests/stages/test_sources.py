@@ -18,7 +18,7 @@ from palimpsa_surgery.stages.data.packing import SequenceStream
 from palimpsa_surgery.stages.data.rows import Position
 from palimpsa_surgery.stages.data.sources import GROUP_JOINT, open_source
 from palimpsa_surgery.stages.recipe import load_recipe
-from palimpsa_surgery.stages.recipe_data import Part
+from palimpsa_surgery.stages.recipe_data import HubSet, Part, Rows, name_of, sources_of
 from palimpsa_surgery.stages.synthetic import generate, score
 
 LESS = {"by": "id", "range": [0.1, 0.9]}
@@ -156,6 +156,47 @@ def test_documents_without_a_group_stay_alone(source, files):
     (files / "part0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     opened = source("jsonl", files=[str(files / "part0.jsonl")], group_by="g")
     assert texts(opened) == ["a", "b", f"c{GROUP_JOINT}d"]
+
+
+@pytest.mark.parametrize("recipe", ["mamba2-2.7b", "mamba2-2.7b-baseline"])
+def test_shipped_recipes_read_the_columns_that_public_sets_have(recipe, tokenizer, tmp_path):
+    repositories = {f"r{number}" for number in range(40)}
+    code = {"id": "1", "source": "stackv2", "added": "2025", "created": "2024"}
+    kinds = {"a.cpp": "C++", "b.cpp": "C++", "c.py": "Python", "d.js": "JavaScript"}
+    web = {"id": "1", "url": "u", "language": "en", "token_count": 1, "score": 3.1, "int_score": 3}
+    sets = {
+        "HuggingFaceFW/fineweb-edu": [web | {"text": "page"}],
+        "common-pile/stackv2_edu_filtered": [
+            code | {"text": f"{repo} {path}", "metadata": {"repo_name": repo, "path": path, "language": language}}
+            for path, language in kinds.items()
+            for repo in sorted(repositories)
+        ],
+        "cerebras/SlimPajama-627B": [
+            {"text": name, "meta": {"redpajama_set_name": f"RedPajama{name}"}} for name in ("ArXiv", "Book", "Github")
+        ],
+        "Yukang/LongAlpaca-12k": [
+            {"file": "f", "input": "", "instruction": "why", "output": output} for output in ("so", None)
+        ],
+    }
+    read = {}
+    for _, fields in chain.from_iterable(sources_of(stage.data) for stage in load_recipe(recipe).stages):
+        if isinstance(fields, Rows):
+            path = tmp_path / f"{len(read)}.parquet"
+            pq.write_table(pa.Table.from_pylist(sets[fields.hub.dataset]), path)
+            hub = HubSet(dataset="parquet", data_files=(str(path),), split=fields.hub.split)
+            opened = open_source(fields.model_copy(update={"hub": hub}), tokenizer, seed=0)
+            read[name_of(fields)] = [unit for unit, _ in opened.units(Position())]
+    assert read.pop("Yukang/LongAlpaca-12k") == [("why", "so"), None]
+    found = {name: [text for text, _ in units] for name, units in read.items()}
+    assert (found.pop("FineWeb-Edu"), found.pop("arXiv"), found.pop("books")) == (["page"], ["ArXiv"], ["Book"])
+    first = {text.split()[0] for text in found.pop("StackV2")}
+    cpp, python = found.pop("C++ repositories"), found.pop("Python repositories")
+    second = {text.split()[0] for text in cpp}
+    assert first
+    assert second == repositories - first, "each stage has repositories of its own"
+    assert sorted(cpp) == sorted(f"{repo} a.cpp{GROUP_JOINT}{repo} b.cpp" for repo in second)
+    assert sorted(python) == sorted(f"{repo} c.py" for repo in second)
+    assert not found
 
 
 @KINDS
