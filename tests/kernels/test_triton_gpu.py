@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import norm_cases
 from emulation import emulate
 from helpers import assert_close, relative_error
 from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, triton_scan
 from palimpsa_surgery.kernels.chunked import palimpsa_scan_chunked
 from palimpsa_surgery.kernels.hopper_scan import fits as tuned_fits
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
+from palimpsa_surgery.kernels.triton_norm import rms_norm_triton
 from palimpsa_surgery.kernels.triton_scan import palimpsa_scan_triton
 from palimpsa_surgery.kernels.triton_step import palimpsa_step_triton
 from scan_cases import Case, Data, Gradients, differentiate, make, scan_in_pieces
@@ -290,3 +292,35 @@ def test_boundaries_on_the_gpu_are_checked_too():
     assert torch.equal(y, palimpsa_scan(**arguments, cu_seqlens=good.cpu()).y)
     with pytest.raises(ValueError, match=r"cu_seqlens must increase .* got \[0, 30, 20, 64\]"):
         palimpsa_scan(**arguments, cu_seqlens=bad)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *norm_cases.CASES,
+        norm_cases.NormCase(2049, 5120, dtype=bf16),
+        norm_cases.NormCase(65, 2560, gated=False, weight=bf16),
+        norm_cases.NormCase(20, 2**14),
+    ],
+    ids=str,
+)
+def test_norm(case):
+    norm_cases.check(case, "cuda")
+
+
+def test_norm_beyond_32_bits():
+    """Rows so far apart that the last begins past element 2^31."""
+    rows, apart = 2**11 + 2, 2**20
+    x = torch.empty(rows, apart, dtype=bf16, device="cuda")[:, :80]
+    x.copy_(torch.randn(rows, 80, generator=torch.Generator().manual_seed(0)))
+    weight, dout = torch.rand(80, device="cuda"), torch.ones(rows, 80, dtype=bf16, device="cuda")
+    results = []
+    for v in (x, x.contiguous()):
+        leaves = [v.detach().requires_grad_(), weight.clone().requires_grad_(), v.detach().requires_grad_()]
+        out = rms_norm_triton(*leaves[:2], 1e-5, leaves[2], 80, bf16)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_norm_as_it_is_compiled_passes_torch_library_checks():
+    norm_cases.check_operator("cuda")

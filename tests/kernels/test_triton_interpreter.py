@@ -1,7 +1,8 @@
 """The Triton kernels against the float64 loop through Triton's interpreter on the CPU.
 
-The interpreter must be chosen before Triton is imported, so one process of its own makes all comparisons. float32 and
-float16 only: the interpreter's bfloat16 products are wrong. The Hopper kernels are Gluon: `test_hopper_lanes.py`.
+The interpreter must be chosen before Triton is imported, so one process of its own makes all comparisons. Scans in
+float32 and float16 only: the interpreter's bfloat16 products are wrong. The Hopper kernels are Gluon:
+`test_hopper_lanes.py`.
 """
 
 import json
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import norm_cases
 
 pytest.importorskip("triton")
 
@@ -28,6 +31,7 @@ PROGRAM = """
 import json, sys, traceback
 sys.path.insert(0, {tests!r})
 import torch
+import norm_cases
 from helpers import assert_close
 from scan_cases import Case, between_nan, check, make
 from palimpsa_surgery.kernels import triton_scan
@@ -64,6 +68,8 @@ def double_steps():
 failures = {{}}
 comparisons = {{name: lambda case=case: scan(case) for name, case in dict({scans}).items()}}
 comparisons |= {{"step": step, "double-steps": double_steps}}
+comparisons |= {{str(case): lambda case=case: norm_cases.check(case, "cpu") for case in norm_cases.CASES}}
+comparisons |= {{"norm-operator": lambda: norm_cases.check_operator("cpu")}}
 for name, compare in comparisons.items():
     try:
         compare()
@@ -87,4 +93,9 @@ def failures() -> dict[str, str | None]:
 
 @pytest.mark.parametrize("name", [*SCANS, "step", "double-steps"])
 def test_equals_the_loop(failures, name):
+    assert failures[name] is None, failures[name]
+
+
+@pytest.mark.parametrize("name", [*map(str, norm_cases.CASES), "norm-operator"])
+def test_norm_equals_its_definition(failures, name):
     assert failures[name] is None, failures[name]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.kernels import scan
+from palimpsa_surgery.kernels import norm, scan
 from palimpsa_surgery.surgery import doctor as module
 from palimpsa_surgery.surgery.doctor import doctor
 
@@ -68,6 +68,13 @@ def test_a_broken_path_is_caught(fault, monkeypatch):
     assert fault == "nan" or failed[0].message == "no kernel image is available"
 
 
+def test_a_wrong_norm_is_caught(monkeypatch):
+    right = norm.rms_norm
+    monkeypatch.setattr(norm, "rms_norm", lambda x, *rest, gate: right(x, *rest, gate=gate if gate is None else -gate))
+    failed = [check for check in doctor("cpu").checks if not check.passed]
+    assert {check.path for check in failed} == {"gated norm"}
+
+
 @pytest.mark.parametrize("device", ["tpu", "nonsense", "cuda:99"])
 def test_unknown_devices_are_refused(device, cli):
     assert device in cli("doctor", "--device", device).error
@@ -79,9 +86,9 @@ def test_on_a_gpu_it_checks_what_trains():
     """The tuned kernels do not return the variance, so most checks must not ask for it."""
     jobs = list(module._jobs(torch.device("cuda")))
     runs = {(job.args[0], job.keywords["dtype"]) for job in jobs}
+    wanted = ("_palimpsa_scan", "_palimpsa_variance", "_mamba2_scan", "_palimpsa_steps", "_norm", "_gated_norm")
     for dtype in (torch.float32, torch.bfloat16):
-        for run in (module._palimpsa_scan, module._palimpsa_variance, module._mamba2_scan, module._palimpsa_steps):
-            assert (run, dtype) in runs
+        assert {(getattr(module, name), dtype) for name in wanted} <= runs
     bf16_scans = [j for j in jobs if j.args[0] is module._palimpsa_scan and j.keywords["dtype"] is torch.bfloat16]
     lengths = {packed: {j.args[3] for j in bf16_scans if j.args[4] is packed} for packed in (False, True)}
     assert lengths == {False: {1, 63, 64, 65, 257, 513, 2049}, True: {65, 513}}

@@ -32,6 +32,7 @@ from transformers.models.mamba2.modeling_mamba2 import (
 
 from ..kernels.conv import causal_conv1d
 from ..kernels.cross_entropy import linear_cross_entropy
+from ..kernels.norm import rms_norm
 from ..kernels.scan import palimpsa_scan, palimpsa_step, seq_idx_from_cu_seqlens, ssd_scan, ssd_step
 from .configuration_palimpsa_mamba2 import PalimpsaMamba2Config
 
@@ -63,12 +64,24 @@ class PalimpsaMamba2CausalLMOutput(Mamba2CausalLMOutput):
     final_states: tuple[LayerState, ...] | None = None
 
 
+class PalimpsaMamba2RMSNorm(Mamba2RMSNorm):
+    """Mamba2's two norms, of a block's input and of a scan's result under its gate, as `kernels.norm` does them."""
+
+    def __init__(self, hidden_size: int, eps: float, group_size: int | None = None):
+        super().__init__(hidden_size, eps)
+        self.group_size = group_size
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """See `rms_norm`."""
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, gate=gate, group_size=self.group_size)
+
+
 class PalimpsaMamba2Mixer(Mamba2Mixer):
     """Mamba2's mixer with explicit states: the layers that surgery keeps."""
 
     def __init__(self, config: PalimpsaMamba2Config, layer_idx: int):
         super().__init__(config, layer_idx, initialize_mixer_weights=False)
-        self.norm.group_size = config.norm_group_size
+        self.norm = PalimpsaMamba2RMSNorm(self.intermediate_size, config.layer_norm_epsilon, config.norm_group_size)
         # Called as observer(layer_idx, {"dt", "A", "x", "B", "C", "importance_gate"}) when set; changes nothing.
         self.observer: Callable[[int, dict[str, Tensor | None]], None] | None = None
 
@@ -276,7 +289,7 @@ class PalimpsaMamba2Block(GradientCheckpointingLayer):
         self.config = config
         self.layer_idx = layer_idx
         self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.norm = PalimpsaMamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         mixer = PalimpsaMixer if layer_idx in config.palimpsa_layers else PalimpsaMamba2Mixer
         self.mixer = mixer(config, layer_idx)
 

@@ -243,6 +243,7 @@ def paths(device: torch.device) -> dict[str, str]:
         "Mamba2 scan": mamba2,
         "Mamba2 decoding": mamba2,
         "causal convolution": "PyTorch",
+        "norms": palimpsa,
     }
 
 

@@ -67,13 +67,14 @@ def _layer(config: "PalimpsaMamba2Config", palimpsa: bool, *, resets: bool, on_g
     inner, groups = config.num_heads * config.head_dim, 2 * config.n_groups * config.state_size
     conv = inner + groups
     projected = inner + conv + config.num_heads
-    total = 2 * FULL * config.hidden_size + half * config.hidden_size  # norm, and the input of in_proj
+    # Of the norms the kernel keeps the inputs; the gate is a part of in_proj's output.
+    total = (1 if on_gpu else 2) * FULL * config.hidden_size + half * config.hidden_size  # and the input of in_proj
     total += half * projected + 3 * FULL * config.num_heads  # its output; step sizes
     if on_gpu and not resets:
         total += 3 * half * conv  # convolution: padded input, result, and that through silu
     else:
         total += (6 if resets else 3) * FULL * conv  # each tap's input without other documents as well
-    total += 4 * FULL * inner + 2 * half * inner  # gated norm, and the input of out_proj
+    total += (0 if on_gpu else 4) * FULL * inner + 2 * half * inner  # gated norm, and the input of out_proj
     if palimpsa:
         states = 2 * inner * config.state_size / SEGMENT
         total += 2 * half * inner + FULL * states  # importance gate, beta, and both states of each segment

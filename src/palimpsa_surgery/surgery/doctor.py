@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.kernels import scan
+from palimpsa_surgery.kernels import norm, scan
 from palimpsa_surgery.kernels.chunked import palimpsa_scan_chunked
 from palimpsa_surgery.kernels.ssd import ssd_scan_chunked
 
@@ -172,6 +172,8 @@ def _jobs(device: torch.device) -> Iterator[Callable[[], Check]]:
         yield functools.partial(check, _palimpsa_variance, "Palimpsa scan, packed, with variance", bound, 65, True)
         yield functools.partial(check, _palimpsa_steps, "Palimpsa decoding", bound, 7)
         yield functools.partial(check, _mamba2_steps, "Mamba2 decoding", bound, 7)
+        yield functools.partial(check, _norm, "norm", bound, 33)
+        yield functools.partial(check, _gated_norm, "gated norm", bound, 33)
 
 
 def _check(
@@ -321,3 +323,28 @@ def _mamba2_steps(device: torch.device, dtype: torch.dtype, length: int, packed:
     arguments = {name: arguments[name] for name in ("x", "dt", "A", "B", "C", "initial_state")}
     arguments["initial_state"] = arguments["initial_state"][:, :, 0].contiguous()
     return _decoding(scan.ssd_step, lambda *given: ssd_scan_chunked(*given, None, True), arguments, device)
+
+
+def _norm(device: torch.device, dtype: torch.dtype, length: int, packed: bool, gated: bool = False):
+    """The norm of a block's input in float32 or of a scan's result, at mamba2-2.7b's sizes and as in training."""
+    generator = torch.Generator().manual_seed(length)
+    shape = (1, length, 5120 if gated else 2560)
+    arguments = {"x": torch.randn(shape, generator=generator), "weight": torch.rand(shape[-1:], generator=generator)}
+    if gated:
+        arguments["x"] = arguments["x"].to(dtype)
+        arguments["gate"] = torch.randn(shape, generator=generator).to(dtype)
+
+    def run(leaves, _):
+        x, weight, *gate = leaves
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+            return (norm.rms_norm(x, weight, 1e-5, gate=gate[0] if gate else None),)
+
+    def reference(leaves, _):
+        x, weight, *gate = leaves
+        return (norm.rms_norm_pytorch(x, weight, 1e-5, gate[0] if gate else None, shape[-1]),)
+
+    return _with_gradients(run, reference, arguments, None, ("output",), device)
+
+
+def _gated_norm(device: torch.device, dtype: torch.dtype, length: int, packed: bool):
+    return _norm(device, dtype, length, packed, gated=True)
