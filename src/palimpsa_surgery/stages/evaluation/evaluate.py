@@ -127,7 +127,7 @@ def evaluate(
         counted = lm.all_lengths()
     if found is None or counted is None:
         return None
-    notes = _notes(suite, loaded, found["results"])
+    notes = _notes(suite, loaded, found["results"], lm.world_size)
     done = Evaluation(
         model=source.name,
         model_fingerprint=stored,
@@ -275,9 +275,15 @@ def _needed(task: "Task") -> int:
     return needed if isinstance(needed, int) else 0
 
 
-def _notes(suite: Suite, loaded: "Sequence[Task | Group]", results: Mapping[str, Any]) -> list[str]:
-    """What the summary lacks."""
+def _notes(suite: Suite, loaded: "Sequence[Task | Group]", results: Mapping[str, Any], processes: int) -> list[str]:
+    """What the summary lacks, and what it depends on."""
+    from lm_eval.api.samplers import ContextSampler
+
     notes = []
+    # lm-eval draws them document by document, and each process has its own documents.
+    drawn = [t.task_name for t in _leaves(loaded) if t.get_config("num_fewshot") and type(t.sampler) is ContextSampler]
+    if processes > 1 and drawn:
+        notes.append(f"other examples stand in the prompts of {', '.join(drawn)} on another number of processes")
     for task in _leaves(loaded) if suite.preset is None else ():
         given = [key.partition(",")[0] for key in results[task.task_name]]
         if task.OUTPUT_TYPE != "generate_until" and (
