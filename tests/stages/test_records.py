@@ -161,7 +161,11 @@ def test_log_that_was_edited(run, line):
     [
         (".run.json.partial", "run.json", lambda run: write_run(run, {})),
         ("01-first/log.jsonl", "01-first/log.jsonl", lambda run: append(run / "01-first" / "log.jsonl", {})),
-        ("01-first/log.partial", "01-first/log.jsonl", lambda run: keep_until(run / "01-first" / "log.jsonl", 3)),
+        (
+            "01-first/.log.jsonl.partial",
+            "01-first/log.jsonl",
+            lambda run: keep_until(run / "01-first" / "log.jsonl", 3),
+        ),
         ("01-first/loss.png", "01-first/loss.png", lambda run: plot_stage(run / "01-first", {"steps": 5, "name": "a"})),
     ],
     ids=["record", "line", "lines", "figure"],

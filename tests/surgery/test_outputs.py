@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory
+from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory, replacing
 
 
 def test_appears_whole(tmp_path):
@@ -63,6 +63,35 @@ def test_a_folder_that_another_process_filled_meanwhile_is_left_alone(tmp_path):
         write()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "file").read_text() == "theirs"
+
+
+@pytest.fixture
+def order(monkeypatch) -> list[str]:
+    """What reaches the disk and what is moved, in this order, by name."""
+    seen = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda n: (seen.append(Path(os.readlink(f"/proc/self/fd/{n}")).name), fsync(n)))
+    for owner, name in ((Path, "rename"), (os, "replace")):
+        move = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda old, new, move=move: (seen.append("moved"), move(old, new)))
+    return seen
+
+
+def test_all_of_a_folder_is_on_the_disk_before_it_appears(tmp_path, order):
+    with fresh_directory(tmp_path / "out") as work:
+        (work / "part").mkdir()
+        (work / "part" / "file").write_text("x")
+    assert sorted(order[:3]) == sorted(["file", "part", work.name])
+    assert order[3:] == ["moved", tmp_path.name]
+
+
+def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path, order):
+    (tmp_path / "file").write_text("old")
+    with replacing(tmp_path / "file") as draft:
+        draft.write_text("new")
+        assert (tmp_path / "file").read_text() == "old"
+    assert order == [draft.name, "moved"]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_overwriting_replaces_everything(tmp_path):

@@ -5,7 +5,6 @@ Nothing here draws a random number or changes the model, so a run with reports e
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from palimpsa_surgery.stages.data import Sequences, collate
 from palimpsa_surgery.stages.guard import SKIPPED
 from palimpsa_surgery.stages.held_out import autocast
 from palimpsa_surgery.surgery.layer_probe import LayerProbe, probe_layers
-from palimpsa_surgery.surgery.outputs import writing
+from palimpsa_surgery.surgery.outputs import replacing, writing
 from palimpsa_surgery.surgery.records import Count, Record, checked
 
 LOG_FILE, LAYERS_FILE = "log.jsonl", "layers.jsonl"
@@ -170,10 +169,8 @@ def keep_until(path: Path, step: int) -> None:
     """Drop the lines of a log that belong to steps later than `step`, or that a kill cut short."""
     if path.exists():
         kept = [line for line in read_lines(path) if line["step"] <= step]
-        draft = path.with_suffix(".partial")
-        with writing(path):
+        with writing(path), replacing(path) as draft:
             draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(draft, path)
 
 
 def append(path: Path, line: dict) -> None:

@@ -1,7 +1,6 @@
 """The folder of a run: made, held by one launch, filled with data, and gone on with under the same conditions only."""
 
 import json
-import os
 import platform
 import shutil
 import warnings
@@ -19,7 +18,7 @@ from palimpsa_surgery.stages.launch import check_shared_folder
 from palimpsa_surgery.stages.plan import Plan
 from palimpsa_surgery.stages.recipe import Recipe, differences
 from palimpsa_surgery.stages.snapshots import Snapshots
-from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory, writing
+from palimpsa_surgery.surgery.outputs import check_output_directory, fresh_directory, replacing, writing
 from palimpsa_surgery.surgery.records import RECIPE_FILE, RUN_FILE, read_run, read_run_recipe
 
 if TYPE_CHECKING:
@@ -152,9 +151,8 @@ def write_run(output: Path, record: dict) -> None:
 
 
 def _put_record(folder: Path, record: dict) -> None:
-    draft = folder / f".{RUN_FILE}.partial"
-    draft.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, folder / RUN_FILE)
+    with replacing(folder / RUN_FILE) as draft:
+        draft.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_same_conditions(output: Path, record: dict, recipe: Recipe, options: dict) -> None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palimpsa_surgery import ranks
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.surgery.outputs import write_failure
+from palimpsa_surgery.surgery.outputs import sync, sync_all, write_failure
 
 MANIFEST = "files.json"
 HASHED_BYTES = 1 << 20  # at each end of a file, beside its size: reading all of 30 GB would take a minute
@@ -109,11 +109,10 @@ class Snapshots:
         }
         manifest = Manifest(step=step, processes=ranks.world_size(), sharded=sharded, files=files)
         (written / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        for path in (*written.rglob("*"), written):
-            _sync(path)
+        sync_all(written)
         shutil.rmtree(target, ignore_errors=True)  # one of this step that was found damaged
         os.replace(written, target)
-        _sync(self.folder)
+        sync(self.folder)
         shutil.rmtree(self.staging, ignore_errors=True)
         kept = [path for path, _ in self._whole()[-self.keep :]]
         for path in self._paths():
@@ -149,14 +148,6 @@ def _hash(path: Path) -> str:
         file.seek(max(file.tell(), path.stat().st_size - HASHED_BYTES))
         digest.update(file.read())
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _empty(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Output folders that appear whole or not at all."""
+"""Output folders and files that appear whole or not at all, also where the machine loses power."""
 
 import contextlib
 import errno
@@ -73,6 +73,7 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
         _share(work)
+        sync_all(work)
         if overwrite and path.exists():
             old = work.with_suffix(".old")
             path.rename(old)
@@ -84,6 +85,7 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
             shutil.rmtree(old, ignore_errors=True)
         else:
             work.rename(path)  # an empty folder gives way; one that was filled meanwhile does not
+        sync(place)
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, Exception) and (reason := write_failure(error)):
@@ -93,6 +95,38 @@ def fresh_directory(path: str | os.PathLike, *, overwrite: bool = False) -> Iter
         raise
     finally:
         os.close(lock)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a draft beside `file` that takes its place when the block ends without an exception.
+
+    A kill or a loss of power leaves the old file or the new one.
+    """
+    draft = file.with_name(f".{file.name}.partial")
+    yield draft
+    sync(draft)
+    os.replace(draft, file)
+
+
+def sync_all(folder: Path) -> None:
+    """Wait until a folder and all in it are on the disk rather than on their way there."""
+    for path in (*folder.rglob("*"), folder):
+        if not path.is_symlink():
+            sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of what a folder holds, is on the disk."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError:
+        if not path.is_dir():  # of folders, some file systems cannot say
+            raise
 
 
 @contextmanager

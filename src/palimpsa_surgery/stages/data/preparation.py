@@ -31,7 +31,7 @@ from palimpsa_surgery.stages.data.packing import SequenceStream
 from palimpsa_surgery.stages.data.sources import open_source
 from palimpsa_surgery.stages.recipe import Evaluation, Recipe, Stage
 from palimpsa_surgery.stages.recipe_data import name_of, sources_of
-from palimpsa_surgery.surgery.outputs import writing
+from palimpsa_surgery.surgery.outputs import replacing, sync_all, writing
 from palimpsa_surgery.surgery.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ def prepare(
         with writing(work), _all_cores():
             counts = writer.write(key, state)
             (work / _STATE).unlink(missing_ok=True)
+            sync_all(work)
     except Unavailable:
         raise
     except UserError:
@@ -325,12 +326,8 @@ def _fingerprint(stage: Stage, tokenizer: "PreTrainedTokenizerBase", tokens: int
 def _write_state(work: Path, key: str, streams: list[SequenceStream]) -> None:
     states = [stream.state() for stream in streams]
     arrays = {f"{name}{number}": state.pop(name) for number, state in enumerate(states) for name in ("ids", "learn")}
-    draft = work / f"draft-{_STATE}"
-    with draft.open("wb") as file:
+    with replacing(work / _STATE) as draft, draft.open("wb") as file:
         np.savez(file, about=json.dumps({"key": key, "states": states}), **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, work / _STATE)
 
 
 def _read_state(work: Path, key: str) -> list[dict[str, Any]] | None:
