@@ -2,6 +2,7 @@
 
 import functools
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import yaml
 from palimpsa_surgery.errors import UserError
 from palimpsa_surgery.hf_models import PalimpsaMamba2ForCausalLM
 from palimpsa_surgery.stages.evaluation import evaluate
+from palimpsa_surgery.stages.evaluation.harness import find_suite
 from palimpsa_surgery.stages.synthetic import generate, write_lm_eval_tasks
 from palimpsa_surgery.surgery.checkpoints import fingerprint, load_model
 from palimpsa_surgery.surgery.export import export
@@ -74,6 +76,34 @@ def test_groups_of_a_folder_are_averaged_by_lm_eval(hybrid, task_folder, tmp_pat
     assert {name: task.documents for name, task in done.tasks.items()} == {"both": 8, "one": 4, "two": 4}
     assert done.tasks["both"].metrics["acc"].value == done.tasks["one"].metrics["acc"].value
     assert done.tasks["both"].longest == done.tasks["one"].longest
+
+
+DRAW = """\
+import random
+import datasets
+
+def draw(**_):
+    rows = [{"text": "Go", "choices": [" on", " in"], "gold": random.randrange(2)} for _ in range(64)]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+
+
+def test_data_that_tasks_draw_are_those_of_one_call_of_lm_eval(hybrid, tokenizer, tmp_path):
+    """As RULER's are: the second task's depend on how often random numbers were drawn before."""
+    from lm_eval.tasks import TaskManager
+
+    (tmp_path / "draws.py").write_text(DRAW)
+    for name in ("one", "two"):
+        task = choice_task(name, tmp_path / "none") | {"dataset_path": "", "dataset_kwargs": None}
+        (tmp_path / f"{name}.yaml").write_text(f"{yaml.safe_dump(task)}custom_dataset: !function draws.draw\n")
+    module = sys.modules[evaluate.__module__]
+    ours = module._load(find_suite(str(tmp_path)), tokenizer, (), str(tmp_path), None)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    random.seed(0)  # simple_evaluate's
+    theirs = manager.load(["one", "two"])["tasks"]
+    assert [task.task_name for task in ours] == ["one", "two"]
+    for task in ours:
+        assert task.eval_docs["gold"] == theirs[task.task_name].eval_docs["gold"]
 
 
 def test_generated_tasks_are_given_the_room_they_need(hybrid, tokenizer, tmp_path):

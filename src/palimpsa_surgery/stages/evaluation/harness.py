@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,21 +206,36 @@ def load_tasks(suite: Suite, metadata: Mapping[str, Any]) -> "list[Task | Group]
         UserError: one cannot be loaded; the message names it and says why.
     """
     manager = _task_manager(suite.folders, metadata)
-    loaded: list[Task | Group] = []
-    for name in suite.tasks:
-        if suite.preset is None and name in manager.all_groups:
-            known = {*manager.task_index, *manager.all_tags}
-            if gone := [child for child in _children(manager, name) if child not in known]:
-                raise UserError(f"group {name} names tasks that are not there: {', '.join(gone)}")
-        try:
-            parts = manager.load([str(suite.file) if suite.file else name])
-        except UserError:
-            raise
-        except Exception as error:  # of data sets, their hosts, generators, and functions of a task's own
-            config = _read_yaml(suite.file) if suite.file else manager.task_index[name].cfg
-            raise UserError(f"task {name}: {_load_problem(error, config)}") from None
-        loaded += [parts["groups"][name]] if name in parts.get("groups", {}) else parts["tasks"].values()
-    return loaded
+    for name in suite.tasks if suite.preset is None else ():
+        known = {*manager.task_index, *manager.all_tags}
+        children = _children(manager, name) if name in manager.all_groups else []
+        if gone := [child for child in children if child not in known]:
+            raise UserError(f"group {name} names tasks that are not there: {', '.join(gone)}")
+    names = _InTurn(suite.tasks)
+    try:
+        parts = manager.load([str(suite.file)] if suite.file else names)
+    except UserError:
+        raise
+    except Exception as error:  # of data sets, their hosts, generators, and functions of a task's own
+        name = names.current
+        config = _read_yaml(suite.file) if suite.file else manager.task_index[name].cfg
+        raise UserError(f"task {name}: {_load_problem(error, config)}") from None
+    return [parts["groups"].get(name) or parts["tasks"][name] for name in suite.tasks]
+
+
+class _InTurn(list[str]):
+    """Names for one call of lm-eval's `load`, and the one that it has come to.
+
+    In several calls it would draw other data: each draws random numbers for names of tasks that have one.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self.current = names[0]
+
+    def __iter__(self) -> Iterator[str]:
+        for self.current in super().__iter__():
+            yield self.current
 
 
 def check_metrics(task: "Task") -> None:

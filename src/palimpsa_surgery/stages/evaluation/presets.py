@@ -179,7 +179,10 @@ PRESETS = {
         summary=commonsense_summary,
     ),
     "ruler": Preset(
-        tasks=dict.fromkeys((t for c in RULER.values() for tasks in c.values() for t in tasks), "ruler"),
+        tasks=dict.fromkeys(  # in lm-eval's order, since all draw their data from one stream of random numbers
+            sorted((t for c in RULER.values() for tasks in c.values() for t in tasks), key="ruler_qa_hotpot".__eq__),
+            "ruler",
+        ),
         summary=ruler_summary,
         lengths=RULER_LENGTHS,
         needs=("wonderwords", "nltk", "scipy"),
