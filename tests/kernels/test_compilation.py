@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from palimpsa_surgery.kernels import hopper_scan, triton_norm, triton_scan
+from palimpsa_surgery.kernels import hopper_scan, triton_conv, triton_norm, triton_scan
 from scan_cases import Case, make
 
 jit = pytest.importorskip("triton.runtime.jit")
@@ -27,13 +27,19 @@ class Launches:
         return launch
 
 
-@pytest.mark.parametrize("tuned", [True, False], ids=["hopper", "portable"])
-def test_other_lengths_and_heads_compile_nothing_anew(tuned, monkeypatch):
+@pytest.fixture
+def launched(monkeypatch):
+    """How often each kernel is compiled, by module and name; stand-ins take the launches."""
     kernels = {}
-    for module in (triton_scan, hopper_scan):
+    for module in (triton_scan, hopper_scan, triton_conv, triton_norm):
         for name, value in list(vars(module).items()):
             if isinstance(value, jit.JITFunction):
                 monkeypatch.setattr(module, name, kernels.setdefault(f"{module.__name__}.{name}", Launches(value)))
+    return lambda: {name.split(".", 2)[2]: len(kernel.compiled) for name, kernel in kernels.items() if kernel.compiled}
+
+
+@pytest.mark.parametrize("tuned", [True, False], ids=["hopper", "portable"])
+def test_other_lengths_and_heads_compile_nothing_anew(tuned, launched, monkeypatch):
     monkeypatch.setattr(triton_scan, "tuned_fits", lambda *_: tuned)
     data = make(Case(1, 700, 16, 64, 128, 1, torch.bfloat16))
     for time, workspace in ((700, 2**30), (700, 2**25), (33, 2**30), (512, 1), (1, 1)):
@@ -43,22 +49,55 @@ def test_other_lengths_and_heads_compile_nothing_anew(tuned, monkeypatch):
         )
         triton_scan._forward(x, dt, A, B, C, beta, I_prior, None, None, False)
         triton_scan._backward(x, dt, A, B, C, beta, I_prior, None, None, data.dy[:, :time], None, None)
-    found = {name: len(kernel.compiled) for name, kernel in kernels.items() if kernel.compiled}
+    found = launched()
     assert len(found) >= 7
     twice = ("pass_states", "reduce_heads")  # forwards and backwards; the first heads and those that follow
     assert found == {name: 2 if name.endswith(twice) else 1 for name in found}
 
 
-def test_other_numbers_of_rows_compile_no_norm_anew(monkeypatch):
-    kernels = {name: Launches(getattr(triton_norm, name)) for name in ("norm_forward", "norm_backward")}
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(triton_norm, name, kernel)
+def test_other_numbers_of_rows_compile_no_norm_anew(launched):
     for rows in (1, 16, 33, 700, 20000):
         x, weight = torch.zeros(1, rows, 256, dtype=torch.bfloat16), torch.zeros(256)
         gate = torch.zeros(1, rows, 528, dtype=torch.bfloat16)[..., :256]
         triton_norm._norm(x, gate, weight, 1e-5, 256, x.dtype)
         triton_norm._norm_backward(x, gate, weight, x, 1e-5, 256)
-    assert {name: len(kernel.compiled) for name, kernel in kernels.items()} == dict.fromkeys(kernels, 1)
+    assert launched() == {"triton_norm.norm_forward": 1, "triton_norm.norm_backward": 1}
+
+
+@pytest.mark.parametrize("width", [10576, 3352, 301], ids=["2.7b", "130m", "odd"])
+def test_nothing_compiles_the_convolution_anew(width, launched):
+    """Length, batch, and where rows, tails and documents lie; x is a slice, as in the model."""
+    for batch, time in ((1, 1), (1, 33), (2, 512), (3, 7)):
+        x = torch.empty(batch, time, width, dtype=torch.bfloat16)[..., 16:280]
+        weight, bias = torch.empty(264, 4), torch.empty(264)
+        whole, end = torch.empty(2, batch, 264, 4, dtype=x.dtype), torch.empty(batch, time + 4, 264, dtype=x.dtype)
+        documents = torch.zeros(batch, time + 1, dtype=torch.int32)
+        for tail in (whole[1], end[:, -4:].transpose(1, 2)):
+            for seq_idx in (documents[:, 1:], documents[:1, :1].expand(batch, time)):
+                triton_conv._forward(x, weight, bias, tail, seq_idx)
+                triton_conv._backward(x, weight, bias, tail, seq_idx, x)
+    assert launched() == {"triton_conv.conv_forward": 1, "triton_conv.conv_backward": 1}
+
+
+def compile_for(capability: int, kernel, types: dict, constants: dict, num_warps: int) -> None:
+    """Down to machine code, without a GPU; arguments not named in `types` are integers."""
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    target = backends.GPUTarget("cuda", capability, 32)
+    compiled = compiler.compile(compiler.ASTSource(kernel, signature, constants), target, {"num_warps": num_warps})
+    assert f".target sm_{capability}" in compiled.asm["ptx"]
+    assert compiled.asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 120])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed-tail", "plain"])
+def test_convolution_compiles_without_a_gpu(packed, capability):
+    """As it trains, for Turing to Blackwell."""
+    types = dict.fromkeys(("x", "tail", "y", "dy", "dx", "dtail"), "*bf16")
+    types |= dict.fromkeys(("weight", "bias", "parts"), "*fp32") | {"doc": "*i64" if packed else "*bf16"}
+    sizes = {"BQ": triton_conv.BQ, "R": triton_conv.R, "BD": triton_conv.BD, "K": 4, "UNIT": 8}
+    constants = sizes | {"HAS_BIAS": True, "HAS_TAIL": packed, "HAS_DOC": packed}
+    compile_for(capability, triton_conv.conv_forward, types, constants, triton_conv.FORWARD_WARPS)
+    compile_for(capability, triton_conv.conv_backward, types, constants, triton_conv.BACKWARD_WARPS)
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90, 120])
@@ -71,9 +110,4 @@ def test_norm_compiles_without_a_gpu(gated, capability):
     types |= dict.fromkeys(("gate", "out", "dout", "dgate"), half)
     constants = {"BN": sizes["BN"], "HAS_GATE": gated}
     for kernel in (triton_norm.norm_forward, triton_norm.norm_backward):
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-        source = compiler.ASTSource(kernel, signature, constants)
-        options = {"num_warps": sizes["num_warps"]}
-        compiled = compiler.compile(source, backends.GPUTarget("cuda", capability, 32), options)
-        assert f".target sm_{capability}" in compiled.asm["ptx"]
-        assert compiled.asm["cubin"]
+        compile_for(capability, kernel, types, constants, sizes["num_warps"])

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers import assert_close
+from palimpsa_surgery.kernels import conv
 from palimpsa_surgery.kernels.conv import causal_conv1d
 
 
@@ -59,3 +60,42 @@ def test_bfloat16_is_rounded_once(packed):
     exact = causal_conv1d(x.double(), weight.double(), bias.double(), seq_idx=seq_idx)
     assert rounded.dtype == torch.bfloat16
     assert_close(rounded, exact, 4e-3)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "initial_state", "seq_idx"])
+def test_wrong_shapes_are_refused_by_name(name):
+    good = {
+        "weight": torch.randn(6, 4),
+        "bias": torch.randn(6),
+        "initial_state": torch.randn(2, 6, 4),
+        "seq_idx": torch.zeros(2, 9, dtype=torch.long),
+    }
+    with pytest.raises(ValueError, match=rf"^the convolution's {name} must have shape \(.*\), got \("):
+        causal_conv1d(torch.randn(2, 9, 6), **good | {name: good[name][1:]})
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype", "taps", "triton", "runs_triton"),
+    [
+        (OnGPU, torch.bfloat16, 4, object(), True),
+        (OnGPU, torch.float32, 2, object(), True),
+        (OnGPU, torch.float64, 4, object(), False),
+        (OnGPU, torch.float32, 5, object(), False),
+        (OnGPU, torch.float32, 1, object(), False),
+        (OnGPU, torch.float32, 4, None, False),
+        (torch.Tensor, torch.float32, 4, object(), False),
+    ],
+    ids=["bfloat16", "float32", "float64", "five-taps", "one-tap", "no-triton", "cpu"],
+)
+def test_what_runs_in_triton(where, dtype, taps, triton, runs_triton, monkeypatch):
+    monkeypatch.setattr(conv, "triton", triton)
+    monkeypatch.setattr(conv, "causal_conv1d_triton", lambda *_: "Triton")
+    x, weight = (v.as_subclass(where) for v in (torch.randn(2, 9, 6, dtype=dtype), torch.randn(6, taps)))
+    y = causal_conv1d(x, weight)
+    assert isinstance(y, str) is runs_triton

@@ -398,4 +398,5 @@ def test_paths_say_which_kernels_run(capability, words, monkeypatch):
     found = scan.paths(torch.device("cuda"))
     assert found["Palimpsa scan"].startswith(words)
     assert found["Mamba2 scan"].startswith("PyTorch: mamba_ssm")
+    assert found["causal convolution"] == "Triton"
     assert set(scan.paths(torch.device("cpu")).values()) == {"PyTorch"}

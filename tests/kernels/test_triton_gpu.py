@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import conv_cases
 import norm_cases
 from emulation import emulate
 from helpers import assert_close, relative_error
 from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, triton_scan
 from palimpsa_surgery.kernels.chunked import palimpsa_scan_chunked
+from palimpsa_surgery.kernels.conv import causal_conv1d
 from palimpsa_surgery.kernels.hopper_scan import fits as tuned_fits
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.kernels.triton_norm import rms_norm_triton
@@ -324,3 +326,53 @@ def test_norm_beyond_32_bits():
 
 def test_norm_as_it_is_compiled_passes_torch_library_checks():
     norm_cases.check_operator("cuda")
+
+
+CONV_BOUNDS = {fp32: 2e-6, fp16: 4e-4, bf16: 2e-3}
+WIDE = [
+    conv_cases.ConvCase(t, batch=2, channels=5376, dtype=dtype, documents=documents, aligned=True)
+    for t, dtype in ((1, bf16), (255, bf16), (256, fp32), (257, bf16), (2049, bf16))
+    for documents in ("", "any", "edges")
+]
+
+
+@pytest.mark.parametrize("case", conv_cases.COVERED + WIDE, ids=str)
+def test_convolution(case):
+    conv_cases.check(case, CONV_BOUNDS, "cuda")
+
+
+@pytest.mark.parametrize("check", [conv_cases.check_alone, conv_cases.check_nan, conv_cases.check_operators])
+def test_convolution_too(check):
+    check("cuda")
+
+
+def test_convolution_beyond_offsets_of_32_bits():
+    """The last rows of a batch of more than 2^31 elements are those of that row alone."""
+    x = torch.randn(7, 65536, 5376, device="cuda", dtype=bf16)
+    assert x.numel() > 2**31
+    weight, bias = torch.randn(5376, 4, device="cuda"), torch.randn(5376, device="cuda")
+    y = causal_conv1d(x, weight, bias)
+    assert torch.equal(y[6:], causal_conv1d(x[6:], weight, bias))
+    leaf = x.requires_grad_()
+    (dx,) = torch.autograd.grad(causal_conv1d(leaf, weight, bias), leaf, y)
+    last = x.detach()[6:].requires_grad_()
+    assert torch.equal(dx[6:], torch.autograd.grad(causal_conv1d(last, weight, bias), last, y[6:])[0])
+
+
+def test_convolution_compiled_whole_and_without_waiting():
+    case = conv_cases.ConvCase(100, batch=2, channels=64, dtype=bf16)
+    arguments, seq_idx, dy = conv_cases.make(case, "cuda")
+
+    def layer(*leaves):
+        return causal_conv1d(*leaves) * 2
+
+    def checkpointed(*leaves):
+        return checkpoint(layer, *leaves, use_reentrant=False)
+
+    expected = conv_cases.differentiate(layer, arguments, seq_idx, dy)
+    with no_waiting():
+        conv_cases.differentiate(causal_conv1d, arguments, seq_idx, dy)
+    for function in (layer, checkpointed):
+        found = conv_cases.differentiate(torch.compile(function, fullgraph=True), arguments, seq_idx, dy)
+        for name, value in expected.items():
+            assert_close(found[name], value, 1e-6, name)

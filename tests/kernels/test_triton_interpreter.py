@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import conv_cases
 import norm_cases
 
 pytest.importorskip("triton")
@@ -26,21 +27,30 @@ SCANS = {
     "float16": "Case(1, 17, 1, 4, 16, 1, dtype=torch.float16)",
     "strided": "Case(2, 17, 2, 3, 16, 1, initial=True, variance=True, strided=True)",
 }
-# Segments of 16 and 32 tokens, so that states pass between them; one head a launch, and few rows of a batch.
+CONV_CHECKS = ("check_alone", "check_nan", "check_operators")
+# Segments of 16 and 32 tokens, so that states pass between them; one head a launch, and few rows of a batch; for the
+# convolution tiles of 64 tokens. Uninitialised memory is NaN. The interpreter truncates to bfloat16.
 PROGRAM = """
 import json, sys, traceback
 sys.path.insert(0, {tests!r})
 import torch
-import norm_cases
+import conv_cases, norm_cases
 from helpers import assert_close
 from scan_cases import Case, between_nan, check, make
-from palimpsa_surgery.kernels import triton_scan
+from palimpsa_surgery.kernels import triton_conv, triton_scan
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.kernels.triton_step import palimpsa_step_triton
 
 torch.set_num_threads(1)
 triton_scan.FORWARD_SEGMENT, triton_scan.BACKWARD_SEGMENT, triton_scan.WORKSPACE_BYTES = 16, 32, 1
 triton_scan.MAX_GRID = 3
+triton_conv.BQ, triton_conv.R = 16, 4
+
+empty = torch.empty
+def poisoned(*arguments, **options):
+    v = empty(*arguments, **options)
+    return v.fill_(float("nan")) if v.is_floating_point() else v
+torch.empty = poisoned
 
 def scan(case):
     half = case.dtype is torch.float16
@@ -70,6 +80,9 @@ comparisons = {{name: lambda case=case: scan(case) for name, case in dict({scans
 comparisons |= {{"step": step, "double-steps": double_steps}}
 comparisons |= {{str(case): lambda case=case: norm_cases.check(case, "cpu") for case in norm_cases.CASES}}
 comparisons |= {{"norm-operator": lambda: norm_cases.check_operator("cpu")}}
+bounds = {{torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 4e-3}}
+comparisons |= {{str(case): lambda case=case: conv_cases.check(case, bounds) for case in conv_cases.COVERED}}
+comparisons |= {{name: getattr(conv_cases, name) for name in {checks}}}
 for name, compare in comparisons.items():
     try:
         compare()
@@ -84,7 +97,7 @@ print(json.dumps(failures))
 def failures() -> dict[str, str | None]:
     """Traceback of each failed comparison, None for the others."""
     scans = ", ".join(f"[{name!r}, {case}]" for name, case in SCANS.items())
-    program = PROGRAM.format(tests=str(Path(__file__).parents[1]), scans=f"[{scans}]")
+    program = PROGRAM.format(tests=str(Path(__file__).parents[1]), scans=f"[{scans}]", checks=CONV_CHECKS)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -98,4 +111,9 @@ def test_equals_the_loop(failures, name):
 
 @pytest.mark.parametrize("name", [*map(str, norm_cases.CASES), "norm-operator"])
 def test_norm_equals_its_definition(failures, name):
+    assert failures[name] is None, failures[name]
+
+
+@pytest.mark.parametrize("name", [*map(str, conv_cases.COVERED), *CONV_CHECKS])
+def test_convolution(failures, name):
     assert failures[name] is None, failures[name]

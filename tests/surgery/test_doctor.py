@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.kernels import norm, scan
+from palimpsa_surgery.kernels import conv, norm, scan
 from palimpsa_surgery.surgery import doctor as module
 from palimpsa_surgery.surgery.doctor import doctor
 
@@ -75,6 +75,17 @@ def test_a_wrong_norm_is_caught(monkeypatch):
     assert {check.path for check in failed} == {"gated norm"}
 
 
+def test_a_wrong_convolution_is_caught(monkeypatch):
+    right = conv.causal_conv1d
+
+    def leaking(x, weight, bias, state, seq_idx):
+        return right(x, weight, bias, state, None if x.dtype is torch.bfloat16 else seq_idx)
+
+    monkeypatch.setattr(conv, "causal_conv1d", leaking)
+    failed = [check for check in doctor("cpu").checks if not check.passed]
+    assert {(check.path, check.dtype) for check in failed} == {("causal convolution, packed", torch.bfloat16)}
+
+
 @pytest.mark.parametrize("device", ["tpu", "nonsense", "cuda:99"])
 def test_unknown_devices_are_refused(device, cli):
     assert device in cli("doctor", "--device", device).error
@@ -89,6 +100,8 @@ def test_on_a_gpu_it_checks_what_trains():
     wanted = ("_palimpsa_scan", "_palimpsa_variance", "_mamba2_scan", "_palimpsa_steps", "_norm", "_gated_norm")
     for dtype in (torch.float32, torch.bfloat16):
         assert {(getattr(module, name), dtype) for name in wanted} <= runs
+        convolutions = [j.args[3:] for j in jobs if j.args[0] is module._convolution and j.keywords["dtype"] is dtype]
+        assert convolutions == [(65, False), (513, False), (65, True), (513, True)]
     bf16_scans = [j for j in jobs if j.args[0] is module._palimpsa_scan and j.keywords["dtype"] is torch.bfloat16]
     lengths = {packed: {j.args[3] for j in bf16_scans if j.args[4] is packed} for packed in (False, True)}
     assert lengths == {False: {1, 63, 64, 65, 257, 513, 2049}, True: {65, 513}}

@@ -1,10 +1,15 @@
-"""The short causal convolution before the scan, with a carried tail and resets at document boundaries."""
+"""The short causal convolution before the scan, with a carried tail and resets at document boundaries.
+
+On CUDA in Triton (`triton_conv.py`) where Triton imports, with 2 to 4 taps and but for float64; else in PyTorch.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .decay import document_numbers
+from .triton_conv import TAPS, causal_conv1d_triton
+from .triton_jit import kernels_take, triton
 
 
 def causal_conv1d(
@@ -24,15 +29,19 @@ def causal_conv1d(
         seq_idx: document numbers `[b, t]`; a token sees no input of another document.
 
     Returns:
-        `[b, t, d]`.
+        `[b, t, d]` in the type of `x`.
 
     Raises:
-        ValueError: `initial_state` has another shape.
+        ValueError: an argument has another shape.
     """
-    taps, time = weight.shape[-1], x.shape[1]
-    expected = (x.shape[0], x.shape[2], taps)
-    if initial_state is not None and tuple(initial_state.shape) != expected:
-        raise ValueError(f"the convolution's state must have shape {expected}, got {tuple(initial_state.shape)}")
+    (batch, time, channels), taps = x.shape, weight.shape[-1]
+    given = {"weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
+    shapes = ((channels, taps), (channels,), (batch, channels, taps), (batch, time))
+    for (name, value), shape in zip(given.items(), shapes, strict=True):
+        if value is not None and value.shape != shape:
+            raise ValueError(f"the convolution's {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    if triton is not None and taps in TAPS and kernels_take(x, *(v for v in given.values() if v is not None)):
+        return causal_conv1d_triton(x, weight, bias, initial_state, seq_idx)
     if initial_state is None:
         padded = F.pad(x, (0, 0, taps - 1, 0))
     else:

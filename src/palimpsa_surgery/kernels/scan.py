@@ -242,7 +242,7 @@ def paths(device: torch.device) -> dict[str, str]:
         "Palimpsa decoding": palimpsa,
         "Mamba2 scan": mamba2,
         "Mamba2 decoding": mamba2,
-        "causal convolution": "PyTorch",
+        "causal convolution": palimpsa,
         "norms": palimpsa,
     }
 

@@ -12,8 +12,11 @@ NAMESPACE = "palimpsa_" + hashlib.sha1(__name__.encode()).hexdigest()[:10]
 # What changes with the sequence, or with the heads that a launch takes, is not specialised on, so that another length
 # compiles nothing anew: sizes and strides, and the addresses of what has one number for each head
 OPTIONS = {
-    "do_not_specialize": ("T", "TP", "NSEG", "H", "HPG", "BATCH", "PART_ROWS", "dt_b", "ddt_b"),
-    "do_not_specialize_on_alignment": ("dt", "A", "prior", "doc", "ddt", "dA", "dprior"),
+    "do_not_specialize": (
+        *("T", "TP", "NSEG", "H", "HPG", "BATCH", "PART_ROWS", "dt_b", "ddt_b"),
+        *("NT", "in_b", "in_t", "tail_b", "tail_d", "tail_k", "doc_b", "doc_t"),
+    ),
+    "do_not_specialize_on_alignment": ("dt", "A", "prior", "doc", "ddt", "dA", "dprior", "tail"),
 }
 
 try:

@@ -70,10 +70,10 @@ def _layer(config: "PalimpsaMamba2Config", palimpsa: bool, *, resets: bool, on_g
     # Of the norms the kernel keeps the inputs; the gate is a part of in_proj's output.
     total = (1 if on_gpu else 2) * FULL * config.hidden_size + half * config.hidden_size  # and the input of in_proj
     total += half * projected + 3 * FULL * config.num_heads  # its output; step sizes
-    if on_gpu and not resets:
-        total += 3 * half * conv  # convolution: padded input, result, and that through silu
+    if on_gpu:
+        total += half * conv  # convolution: its result; its input is in_proj's output
     else:
-        total += (6 if resets else 3) * FULL * conv  # each tap's input without other documents as well
+        total += (6 if resets else 3) * FULL * conv  # padded input, sum, silu; each tap without other documents as well
     total += (0 if on_gpu else 4) * FULL * inner + 2 * half * inner  # gated norm, and the input of out_proj
     if palimpsa:
         states = 2 * inner * config.state_size / SEGMENT

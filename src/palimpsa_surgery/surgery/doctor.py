@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from palimpsa_surgery.errors import UserError
-from palimpsa_surgery.kernels import norm, scan
+from palimpsa_surgery.kernels import conv, norm, scan
 from palimpsa_surgery.kernels.chunked import palimpsa_scan_chunked
 from palimpsa_surgery.kernels.ssd import ssd_scan_chunked
 
@@ -172,6 +172,9 @@ def _jobs(device: torch.device) -> Iterator[Callable[[], Check]]:
         yield functools.partial(check, _palimpsa_variance, "Palimpsa scan, packed, with variance", bound, 65, True)
         yield functools.partial(check, _palimpsa_steps, "Palimpsa decoding", bound, 7)
         yield functools.partial(check, _mamba2_steps, "Mamba2 decoding", bound, 7)
+        for packed, path in enumerate(("causal convolution", "causal convolution, packed")):
+            for length in PACKED_LENGTHS[device.type]:
+                yield functools.partial(check, _convolution, path, bound, length, bool(packed))
         yield functools.partial(check, _norm, "norm", bound, 33)
         yield functools.partial(check, _gated_norm, "gated norm", bound, 33)
 
@@ -348,3 +351,17 @@ def _norm(device: torch.device, dtype: torch.dtype, length: int, packed: bool, g
 
 def _gated_norm(device: torch.device, dtype: torch.dtype, length: int, packed: bool):
     return _norm(device, dtype, length, packed, gated=True)
+
+
+def _convolution(device: torch.device, dtype: torch.dtype, length: int, packed: bool):
+    """At the size of the scans here, with weights in float32 as in training."""
+    arguments, seq_idx = _inputs(dtype, length, packed)
+    x = torch.cat([arguments[name].flatten(2) for name in ("x", "B", "C")], -1)
+    generator = torch.Generator().manual_seed(length)
+    weight, bias, state = (torch.randn(x.shape[-1], n, generator=generator) for n in (4, 1, 4))
+    arguments = {"x": x, "weight": weight, "bias": bias[:, 0], "initial_state": state[None].to(dtype)}
+
+    def run(leaves, documents):
+        return (conv.causal_conv1d(*leaves, documents),)
+
+    return _with_gradients(run, run, arguments, seq_idx, ("output",), device)
