@@ -1,10 +1,11 @@
 """One short run of the tiny hybrid on one process, under DDP and under FSDP2, killed and resumed: is it one training?
 
-    python benchmarks/parallel.py --output FOLDER [--processes 2] [--cpu]
+    python benchmarks/parallel.py --output FOLDER [--processes 2] [--cpu | --float32]
 
 Prints, for each way of launching, the largest relative difference of its losses and gradient norms from those of the
-single process, and the largest change of a weight against how far training moved it. `--cpu` leaves out FSDP2 and
-`accelerate launch`, which need GPUs. Exit code 1 where a difference exceeds its bound.
+single process, and the distance of its weights against how far training moved them. `--float32` trains without
+autocast, so that what differs is not rounding. `--cpu` leaves out FSDP2 and `accelerate launch`, which need GPUs, and
+adds two launchers that meet over the network, as on two nodes. Exit code 1 where a difference exceeds its bound.
 """
 
 import argparse
@@ -16,11 +17,13 @@ import sys
 import time
 from pathlib import Path
 
-LOSS_BOUND = 2e-3
+LOSS_BOUNDS = {"bfloat16": 2e-3, "float32": 1e-5}
 """Largest relative difference of a step's loss: bfloat16 products round otherwise in batches of another size."""
 
-KILL = """
-import os, signal, sys
+PROGRAM = """
+import os, signal, torch
+if "FLOAT32" in os.environ:
+    torch.cuda.is_bf16_supported = lambda *_, **__: False
 from palimpsa_surgery.cli.main import run
 from palimpsa_surgery.stages.trainer import StageTrainer
 save = StageTrainer._save_rng_state
@@ -28,7 +31,8 @@ def killed(self, folder):
     if self.state.global_step == 4 and os.environ.get("RANK", "0") == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     save(self, folder)
-StageTrainer._save_rng_state = killed
+if "KILLED" in os.environ:
+    StageTrainer._save_rng_state = killed
 run()
 """
 
@@ -54,6 +58,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--float32", action="store_true")
     options = parser.parse_args()
     folder: Path = options.output.absolute()
     folder.mkdir(parents=True)
@@ -61,10 +66,10 @@ def main() -> int:
     train = ["train", str(hybrid), "--recipe", str(recipe), "--output"]
 
     def begin(name: str, launcher: list[str], *, kill: bool = False, output: str | None = None) -> tuple:
-        program = [str(folder / "kill.py")] if kill else ["-m", "palimpsa_surgery"]
         log = (folder / f"{name}.log").open("w")
-        command = [*launcher, *program, *train, str(folder / (output or name))]
+        command = [*launcher, str(folder / "program.py"), *train, str(folder / (output or name))]
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if name == "single" else {})
+        environment |= ({"KILLED": "1"} if kill else {}) | ({"FLOAT32": "1"} if options.float32 else {})
         return name, time.perf_counter(), subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def end(name: str, began: float, process: subprocess.Popen) -> int:
@@ -73,11 +78,13 @@ def main() -> int:
         return code
 
     count = str(options.processes)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", count, "--master_port"]
-    (folder / "kill.py").write_text(KILL)
+    (folder / "program.py").write_text(PROGRAM)
     single = end(*begin("single", [sys.executable]))
-    group = [begin("ddp", [*torchrun, "29601"])]
-    if not options.cpu:
+    group = [begin("ddp", torchrun("--nproc_per_node", count, "--master_port", "29601"))]
+    if options.cpu:
+        where = ("--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", "29602", "--node_rank")
+        group += [begin(f"node{rank}", torchrun(*where, str(rank)), output="nodes") for rank in range(2)]
+    else:
         group += [
             begin("ddp-accelerate", accelerate("ddp", count, 29602)),
             begin("fsdp2", accelerate("fsdp2", count, 29603)),
@@ -88,8 +95,9 @@ def main() -> int:
         codes["fsdp2-resumed"] = end(*begin("fsdp2-resumed", accelerate("fsdp2", count, 29605)))
     killed = codes.pop("fsdp2-killed", 1)
     failed = single or killed == 0 or any(codes.values())
-    for name in codes:
-        failed |= not compare(folder / "single", folder / name)
+    bound = LOSS_BOUNDS["float32" if options.cpu or options.float32 else "bfloat16"]
+    for name in dict.fromkeys("nodes" if name.startswith("node") else name for name in codes):
+        failed |= not compare(folder / "single", folder / name, bound)
     for name in ["single", *codes, "fsdp2-killed"] if failed else []:
         if (log := folder / f"{name}.log").is_file():
             print(f"--- {name}\n{log.read_text()[-3000:]}", flush=True)
@@ -107,6 +115,11 @@ def make_inputs(folder: Path, length: int) -> tuple[Path, Path]:
     return folder / "hybrid", folder / "recipe.yaml"
 
 
+def torchrun(*options: str) -> list[str]:
+    """Start of a command line that launches with torchrun."""
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
 def accelerate(config: str, processes: str, port: int) -> list[str]:
     """Start of a command line that launches with a configuration of the package."""
     from importlib.resources import files
@@ -116,8 +129,8 @@ def accelerate(config: str, processes: str, port: int) -> list[str]:
     return [*launch, "--num_processes", processes, "--main_process_port", str(port)]
 
 
-def compare(one: Path, other: Path) -> bool:
-    """Print how far two runs are apart; return whether that is within bounds."""
+def compare(one: Path, other: Path, bound: float) -> bool:
+    """Print how far two runs are apart; return whether every loss is within the bound."""
     import torch
     from safetensors.torch import load_file
 
@@ -138,7 +151,7 @@ def compare(one: Path, other: Path) -> bool:
         worst["weights"] = max(worst.get("weights", 0.0), (apart / moved).item())
     figures = ", ".join(f"{field} {value:.2e}" for field, value in worst.items())
     print(f"{other.name}: largest relative differences from one process: {figures}", flush=True)
-    return worst["loss"] <= LOSS_BOUND
+    return worst["loss"] <= bound
 
 
 if __name__ == "__main__":
