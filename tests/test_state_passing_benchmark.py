@@ -72,7 +72,10 @@ def test_a_whole_run(benchmark, ids, tmp_path, capsys):
     np.save(tmp_path / "tokens.npy", ids.numpy().astype(np.uint16))
     arms = ["zero", "random_noise", "fitted_noise", "state_passing", "tbtt"]
     command = ["run", tmp_path / "tokens.npy", "--output", tmp_path / "out", *SETTINGS, "--arms", *arms]
-    benchmark.main([*map(str, command), "--pretrain-seconds", "0.5", "--steps", "2", "--arm-seconds", "20"])
+    command += ["--pretrain-seconds", "0.5", "--steps", "2", "--arm-seconds", "20", "--degraded-by"]
+    with pytest.raises(SystemExit, match=r"at 4096 tokens the model does not degrade by a factor of 9\.0"):
+        benchmark.main([*map(str, command), "9"])
+    benchmark.main([*map(str, command), "0"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert list(results["arms"]) == ["base", *arms]
     assert {arm["training"]["steps"] for name, arm in results["arms"].items() if name != "base"} == {2}

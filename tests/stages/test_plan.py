@@ -73,9 +73,11 @@ def test_plan_of_the_baseline_needs_a_config_and_no_network(config_only, tmp_pat
         total = sum(source.tokens for source in part.sources)
         assert part.tokens < total <= 1.02 * part.tokens
         assert 2 * total <= part.data_bytes + 10 <= 2.2 * total
-    # transformers' own Mamba2 of this size took 24 GiB of an H200 beyond 10 of bfloat16 weights and gradients
-    assert 24 < plan.stages[1].activations.checkpointed / 2**30 < 34
-    assert plan.stages[1].activations.kept > 10 * plan.stages[1].activations.checkpointed
+    # transformers' own Mamba2 of this size, whose norms and convolution keep more, took 24 GiB of an H200 beyond 10 of
+    # bfloat16 weights and gradients. What stays of 64 layers are their inputs in float32, and one is formed again.
+    activations = plan.stages[1].activations
+    assert activations.checkpointed < 24 * 2**30
+    assert activations.checkpointed == pytest.approx(64 * 32768 * 2560 * 4 + activations.kept / 64, rel=0.05)
     text = printed(plan)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
