@@ -14,12 +14,12 @@ from .hopper_read_out import read_out as read_out_kernel
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
-# Tokens a segment in the backward pass: the kernels take 57.1 ms in all with 256 and 58.4 with 512.
+# Tokens a segment in the backward pass: the gradient kernel takes 28 ms with 256 and 35 with 512.
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
 # Value rows of a program, value rows and keys of a lane: the fastest of five.
 READ_OUT_TILE = (16, 4, 8)
-ADJOINT_REGISTERS = 168  # three warps a scheduler: 12.2 ms; without the bound 13.3, with 128 for four warps 12.3
+ADJOINT_REGISTERS = 168  # three warps a scheduler: 11.6 ms; without the bound 5% more, with 128 for four warps 14.1
 SPAN_BLOCK = 8  # sub-chunks of a program of `sum_spans`
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
 STATE_COPIES = 2 + BACKWARD_SEGMENT // SUB_CHUNK // 2
