@@ -80,19 +80,20 @@ def training_step(model: PalimpsaMamba2ForCausalLM, tokens: int, repeats: int) -
 
 
 @torch.no_grad()
-def decoding(model: PalimpsaMamba2ForCausalLM, batch: int, tokens: int) -> dict[str, float]:
-    """Seconds a token, in eager mode, after a prompt of 64 tokens."""
+def decoding(model: PalimpsaMamba2ForCausalLM, batch: int, tokens: int, **options) -> float:
+    """Seconds a token of `generate`, beyond the prompt and the first eight; kernels compile before."""
     model.eval()
-    ids = torch.randint(0, 50000, (batch, 64), device="cuda")
-    cache = model(ids, use_cache=True, logits_to_keep=1).cache
-    token = ids[:, :1]
-    for i in range(tokens + 5):
-        if i == 5:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-        token = model(token, cache=cache, use_cache=True).logits.argmax(-1)
-    torch.cuda.synchronize()
-    return {"seconds": (time.perf_counter() - start) / tokens}
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(1, 50000, (batch, 64), device="cuda")
+    seconds = []
+    for count in (8, 8, 8 + tokens):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **options)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    print(f"generate, {options or 'eager'}: first call {seconds[0]:.0f} s", flush=True)
+    return (seconds[2] - seconds[1]) / tokens
 
 
 def main() -> None:
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 8], help="numbers of Palimpsa layers")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--batch", type=int, default=8, help="sequences decoded together")
+    parser.add_argument("--compiled", action="store_true", help="time decoding from a static cache too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -114,7 +116,9 @@ def main() -> None:
         torch.manual_seed(0)
         model = make_model(options.size, layers)
         step = training_step(model, options.tokens, options.repeats)
-        token = decoding(model, options.batch, 32)
+        token = {"eager": decoding(model, options.batch, 32)}
+        if options.compiled:
+            token["compiled"] = decoding(model, options.batch, 128, cache_implementation="static")
         del model
         torch.cuda.empty_cache()
         results.append({"palimpsa_layers": layers, "step": step, "decode": token})
@@ -122,8 +126,8 @@ def main() -> None:
         print(
             f"{layers:3d} Palimpsa layers: step {step['seconds']:.3f} s "
             f"({step['seconds'] / first['step']['seconds']:.3f}x, {options.tokens / step['seconds']:,.0f} tokens/s, "
-            f"peak {step['peak_gib']:.1f} GiB), decode {1e3 * token['seconds']:.1f} ms "
-            f"({token['seconds'] / first['decode']['seconds']:.3f}x)",
+            f"peak {step['peak_gib']:.1f} GiB), a token "
+            + ", ".join(f"{k} {1e3 * v:.2f} ms ({v / first['decode'][k]:.3f}x)" for k, v in token.items()),
             flush=True,
         )
     if options.json:

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist runs one process p
 
 import pytest
 
-from palimpsa_surgery.kernels import scan
+from palimpsa_surgery.kernels import mamba2_kernels
 from palimpsa_surgery.surgery.assets import asset_path
 
 
@@ -40,7 +40,7 @@ def reference_path() -> Path:
 @pytest.fixture
 def mamba2_in_pytorch(monkeypatch):
     """The kept layers do not use `mamba_ssm`, whose kernels take long to compile."""
-    monkeypatch.setattr(scan, "_mamba_ssm_kernels", lambda: None)
+    monkeypatch.setattr(mamba2_kernels, "_kernels", lambda: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

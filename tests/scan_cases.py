@@ -1,6 +1,6 @@
 """Inputs, float64 references and comparisons shared by the tests of the Triton kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,12 @@ class Case:
     extreme: str = ""
     beta: bool = True
     strided: bool = False
+    skip: bool = False
 
     def __str__(self) -> str:
         sizes = f"B{self.batch}-T{self.time}-H{self.heads}-P{self.head_dim}-N{self.state_size}-G{self.groups}"
         options = [str(self.dtype).removeprefix("torch."), self.extreme]
-        options += [name for name in ("initial", "documents", "variance", "strided") if getattr(self, name)]
+        options += [name for name in ("initial", "documents", "variance", "strided", "skip") if getattr(self, name)]
         return "-".join([sizes, *filter(None, options), *([] if self.beta else ["no-beta"])])
 
 
@@ -85,6 +86,8 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
         seq_idx = (torch.arange(t, device=device) * case.documents // t % max(case.documents - 1, 1)).expand(b, t)
     arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "beta": beta.to(case.dtype) if case.beta else None}
     arguments |= {"I_prior": torch.exp(0.3 * normal(h)), "initial_state": initial}
+    if case.skip:
+        arguments["D"] = normal(h)
     incoming = (normal(b, t, h, p).to(case.dtype), normal(b, h, 2, p, n), normal(b, t, h, p))
     if case.strided:
         arguments = {name: None if v is None else between_nan(v) for name, v in arguments.items()}
@@ -98,12 +101,17 @@ def between_nan(v: torch.Tensor) -> torch.Tensor:
 
 
 def differentiate(scan, data: Data, variance: bool, dtype: torch.dtype | None = None, **options) -> Gradients:
-    """Outputs y, final_state and variance, and the gradient of each argument as dNAME."""
+    """Outputs y, final_state and variance, and the gradient of each argument as dNAME.
+
+    `scan` takes the skip by its name D, and only where there is one.
+    """
     leaves = {
         name: None if v is None else v.detach().to(dtype or v.dtype).requires_grad_()
         for name, v in data.arguments.items()
     }
-    y, final_state, var = scan(*leaves.values(), data.seq_idx, **options)
+    given = [v for name, v in leaves.items() if name != "D"]
+    skip = {"D": leaves["D"]} if "D" in leaves else {}
+    y, final_state, var = scan(*given, data.seq_idx, **skip, **options)
     outputs = {"y": y, "final_state": final_state} | ({"variance": var} if variance else {})
     incoming = (data.dy, data.dfinal, data.dvariance)[: len(outputs)]
     inputs = {name: v for name, v in leaves.items() if v is not None}
@@ -115,6 +123,21 @@ def differentiate(scan, data: Data, variance: bool, dtype: torch.dtype | None = 
     return {k: v.detach() for k, v in outputs.items()} | {
         f"d{name}": v for name, v in zip(inputs, gradients, strict=True)
     }
+
+
+def differentiate_exactly(scan, data: Data, variance: bool, **options) -> Gradients:
+    """`differentiate` in float64, of a scan that knows no skip."""
+    arguments = {name: v for name, v in data.arguments.items() if name != "D"}
+    return add_skip(differentiate(scan, replace(data, arguments=arguments), variance, torch.float64, **options), data)
+
+
+def add_skip(found: Gradients, data: Data) -> Gradients:
+    """Outputs and gradients with those of the skip D x, in float64."""
+    if "D" not in data.arguments:
+        return found
+    x, D, dy = (v.double() for v in (data.arguments["x"], data.arguments["D"], data.dy))
+    y, dx = found["y"] + D[:, None] * x, found["dx"] + D[:, None] * dy
+    return found | {"y": y, "dx": dx, "dD": (dy * x).sum((0, 1, 3))}
 
 
 def scan_in_pieces(x, dt, A, B, C, beta, I_prior, initial_state=None, seq_idx=None, piece: int = 64):
@@ -144,7 +167,7 @@ def check(scan, case: Case, tolerances: dict[str, float], device: str = "cpu") -
     `tolerances` holds one for "all" and exceptions by name.
     """
     data = make(case, device)
-    expected = differentiate(palimpsa_scan_reference, data, case.variance, torch.float64)
+    expected = differentiate_exactly(palimpsa_scan_reference, data, case.variance)
     actual = differentiate(scan, data, case.variance, return_final_state=True, return_variance=case.variance)
     for name, value in expected.items():
         if case.time == 1 and name == "dA" and not case.initial:  # zero but for rounding

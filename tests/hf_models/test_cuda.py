@@ -12,10 +12,11 @@ os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import CompileConfig
 
 from helpers import assert_close, relative_error, tiny_hybrid
 from palimpsa_surgery.hf_models import PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
-from palimpsa_surgery.kernels import scan
+from palimpsa_surgery.kernels.mamba2_kernels import mamba_ssm_imports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -28,7 +29,7 @@ def mamba2(request):
     """What the kept layers run on."""
     if request.param == "PyTorch":
         request.getfixturevalue("mamba2_in_pytorch")
-    elif scan._mamba_ssm_kernels() is None:
+    elif not mamba_ssm_imports():
         pytest.skip("mamba_ssm is not installed")
     return request.param
 
@@ -123,9 +124,9 @@ def test_packed_and_padded_documents(on_gpu, ids, mamba2_in_pytorch):
     assert_close(left, full, 1e-4)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_compiles_whole(checkpointing, mamba2_in_pytorch):
-    """A training step compiled without a graph break equals the eager one."""
+@pytest.fixture
+def small():
+    """Two layers, one of each kind, which compile fast."""
     torch.manual_seed(0)
     config = PalimpsaMamba2Config(
         vocab_size=256,
@@ -140,14 +141,33 @@ def test_compiles_whole(checkpointing, mamba2_in_pytorch):
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = PalimpsaMamba2ForCausalLM(config).cuda()
+    return PalimpsaMamba2ForCausalLM(config).cuda()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_compiles(checkpointing, small, mamba2):
+    """A compiled training step equals the eager one; only `mamba_ssm`'s scan breaks the graph."""
     ids = torch.randint(0, 256, (2, 100))
-    loss, gradients = step(model, ids)
+    loss, gradients = step(small, ids)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        again, recomputed = step(model, ids)
+        small.gradient_checkpointing_enable({"use_reentrant": False})
+        again, recomputed = step(small, ids)
         assert torch.equal(again, loss)
         assert_gradients_close(recomputed, gradients, 1e-5)
-    compiled, actual = step(model, ids, torch.compile(model, fullgraph=True))
+    compiled, actual = step(small, ids, torch.compile(small, fullgraph=mamba2 == "PyTorch"))
     assert_close(compiled, loss, 1e-5)
     assert_gradients_close(actual, gradients, 1e-4)
+
+
+def test_generation_compiled_whole_equals_eager(small, mamba2):
+    """With a static cache `generate` compiles the decoding step, and replays it as a CUDA graph."""
+    small.eval()
+    ids = torch.randint(1, 256, (3, 20), device="cuda")
+    options = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options |= {"attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    eager = small.generate(ids, **options)
+    static = {"cache_implementation": "static", "compile_config": CompileConfig(fullgraph=True)}
+    for _ in range(2):  # the second time from another cache
+        compiled = small.generate(ids, **options, **static)
+        assert torch.equal(compiled.sequences, eager.sequences)
+        assert_close(torch.stack(compiled.logits), torch.stack(eager.logits), 1e-4)

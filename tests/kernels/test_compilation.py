@@ -47,8 +47,9 @@ def test_other_lengths_and_heads_compile_nothing_anew(tuned, launched, monkeypat
         x, dt, A, B, C, beta, I_prior, _ = (
             v[:, :time].clone() if v is not None and v.ndim > 2 else v for v in data.arguments.values()
         )
-        triton_scan._forward(x, dt, A, B, C, beta, I_prior, None, None, False)
-        triton_scan._backward(x, dt, A, B, C, beta, I_prior, None, None, data.dy[:, :time], None, None)
+        D = torch.zeros(16)
+        triton_scan._forward(x, dt, A, B, C, beta, I_prior, D, None, None, False)
+        triton_scan._backward(x, dt, A, B, C, beta, I_prior, D, None, None, data.dy[:, :time], None, None)
     found = launched()
     assert len(found) >= 7
     twice = ("pass_states", "reduce_heads")  # forwards and backwards; the first heads and those that follow
@@ -96,18 +97,19 @@ def test_convolution_compiles_without_a_gpu(packed, capability):
     types |= dict.fromkeys(("weight", "bias", "parts"), "*fp32") | {"doc": "*i64" if packed else "*bf16"}
     sizes = {"BQ": triton_conv.BQ, "R": triton_conv.R, "BD": triton_conv.BD, "K": 4, "UNIT": 8}
     constants = sizes | {"HAS_BIAS": True, "HAS_TAIL": packed, "HAS_DOC": packed}
-    compile_for(capability, triton_conv.conv_forward, types, constants, triton_conv.FORWARD_WARPS)
-    compile_for(capability, triton_conv.conv_backward, types, constants, triton_conv.BACKWARD_WARPS)
+    compile_for(capability, triton_conv.conv_forward, types, constants, triton_conv.NUM_WARPS)
+    compile_for(capability, triton_conv.conv_backward, types, constants, triton_conv.NUM_WARPS)
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90, 120])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_norm_compiles_without_a_gpu(gated, capability):
     """At mamba2-2.7b's sizes for Turing, which has no bfloat16 of its own, to Blackwell."""
-    sizes = triton_norm._sizes(5120 if gated else 2560)
+    group = 5120 if gated else 2560
     half, x = "*bf16", "*bf16" if gated else "*fp32"
     types = {"x": x, "dx": x, "weight": "*fp32", "dw_part": "*fp32", "eps": "fp32"}
     types |= dict.fromkeys(("gate", "out", "dout", "dgate"), half)
-    constants = {"BN": sizes["BN"], "HAS_GATE": gated}
-    for kernel in (triton_norm.norm_forward, triton_norm.norm_backward):
-        compile_for(capability, kernel, types, constants, sizes["num_warps"])
+    for name in ("forward", "backward"):
+        sizes = triton_norm._sizes(group, getattr(triton_norm, f"{name.upper()}_CHANNELS"))
+        constants = {"BN": sizes["BN"], "HAS_GATE": gated}
+        compile_for(capability, getattr(triton_norm, f"norm_{name}"), types, constants, sizes["num_warps"])

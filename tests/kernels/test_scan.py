@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from helpers import assert_close, relative_error
-from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, scan, ssd_scan, ssd_step, triton_jit
+from palimpsa_surgery.kernels import (
+    mamba2_kernels,
+    palimpsa_scan,
+    palimpsa_step,
+    scan,
+    ssd_scan,
+    ssd_step,
+    triton_jit,
+)
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.kernels.ssd import ssd_scan_chunked
 
@@ -179,14 +187,15 @@ def test_ssd_equals_the_recurrence(time, packed):
 def test_mamba_ssm_gets_pieces_that_its_offsets_reach(final, packed, monkeypatch):
     """Its kernels are stood in for by what they compute, in their own terms."""
     x, dt, A, B, C, _, _, state = random_inputs(batch=3, time=63)
-    inputs = (x, dt, A, B, C, state)
+    D = torch.linspace(-1, 1, x.shape[2], dtype=x.dtype, requires_grad=True)
+    inputs = (x, dt, A, B, C, D, state)
     lengths = torch.tensor([[4], [5], [63]])  # boundaries between pieces, elsewhere, nowhere
     seq_idx = torch.arange(63) // lengths if packed else None
-    given = {"initial_state": state[:, :, 0], "seq_idx": seq_idx, "return_final_state": final}
+    given = {"D": D, "initial_state": state[:, :, 0], "seq_idx": seq_idx, "return_final_state": final}
     expected = ssd_scan(x, dt, A, B, C, **given)
     reached = []
 
-    def kernel(x, dt, A, B, C, chunk_size, initial_states, seq_idx, return_final_states):
+    def kernel(x, dt, A, B, C, D, chunk_size, initial_states, seq_idx, return_final_states):
         chunks = -(-x.shape[1] // chunk_size)
         reached.append(
             max(x.numel(), len(x) * chunks * 60, (len(x) - 1) * x.stride(0) + (x.shape[1] - 1) * x.stride(1))
@@ -194,12 +203,12 @@ def test_mamba_ssm_gets_pieces_that_its_offsets_reach(final, packed, monkeypatch
         if seq_idx is not None:
             assert seq_idx.dtype == torch.int32
             initial_states = initial_states * (seq_idx[:, 0] == 0)[:, None, None, None]
-        out = ssd_scan_chunked(x, dt, -A, B, C, initial_states, seq_idx, return_final_states)
-        return out if return_final_states else out[0]
+        y, state = ssd_scan_chunked(x, dt, -A, B, C, initial_states, seq_idx, return_final_states)
+        return (y + D[:, None] * x, state) if return_final_states else y + D[:, None] * x
 
     monkeypatch.setattr(scan, "kernels_take", lambda *_: True)
-    monkeypatch.setattr(scan, "_mamba_ssm_kernels", lambda: {"scan": kernel})
-    monkeypatch.setattr(scan, "MAMBA_SSM_REACH", 300)
+    monkeypatch.setattr(mamba2_kernels, "_kernels", lambda: {"scan": kernel})
+    monkeypatch.setattr(mamba2_kernels, "REACH", 300)
     actual = ssd_scan(x, dt, A, B, C, **given, chunk_size=4)
     assert max(reached) < 300 < x.numel()
     assert (actual[1] is None) == (not final)
@@ -224,6 +233,16 @@ def test_steps_equal_the_scan(dtype, tolerance):
         assert_close(ssd_step(*now, mamba_state, D), mamba_y[:, t] + skip, tolerance)
     assert_close(palimpsa_state, whole.final_state, tolerance)
     assert_close(mamba_state, mamba_final, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_skip_is_added_to_what_the_scans_return(dtype):
+    """To the bit as the model added it when the scans knew none."""
+    x, dt, A, B, C, beta, prior, _ = (v.detach() for v in random_inputs())
+    x, B, C, D = (v.to(dtype) for v in (x, B, C, torch.linspace(-1, 1, 4)))
+    for scan_without, arguments in ((palimpsa_scan, (beta.to(dtype), prior)), (ssd_scan, ())):
+        without, with_skip = (scan_without(x, dt, A, B, C, *arguments, D=v)[0] for v in (None, D))
+        assert torch.equal(with_skip, torch.addcmul(without, x, D[:, None]))
 
 
 @pytest.mark.parametrize("case", ["alpha-zero", "dt-zero", "huge-keys", "large-importance"])
@@ -393,7 +412,8 @@ def test_other_gpus_than_nvidias_run_pytorch(monkeypatch):
 def test_paths_say_which_kernels_run(capability, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for name, value in {"GLUON_AVAILABLE": True, "triton": object(), "_mamba_ssm_kernels": lambda: None}.items():
+    monkeypatch.setattr(mamba2_kernels, "_kernels", lambda: None)
+    for name, value in {"GLUON_AVAILABLE": True, "triton": object()}.items():
         monkeypatch.setattr(scan, name, value)
     found = scan.paths(torch.device("cuda"))
     assert found["Palimpsa scan"].startswith(words)

@@ -22,7 +22,7 @@ from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.kernels.triton_norm import rms_norm_triton
 from palimpsa_surgery.kernels.triton_scan import palimpsa_scan_triton
 from palimpsa_surgery.kernels.triton_step import palimpsa_step_triton
-from scan_cases import Case, Data, Gradients, differentiate, make, scan_in_pieces
+from scan_cases import Case, Data, Gradients, add_skip, differentiate, differentiate_exactly, make, scan_in_pieces
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -38,6 +38,10 @@ DOCUMENTS = [
     Case(2, 257, 80, 64, 128, 2, bf16, initial=True, documents=4),
     Case(1, 257, 80, 64, 128, 1, bf16, initial=True, documents=5, extreme="decay"),
 ]
+SKIPS = [
+    Case(2, 129, 4, 64, 128, 2, bf16, initial=True, strided=True, skip=True),
+    Case(1, 600, 16, 64, 128, 1, bf16, documents=3, skip=True),
+]
 OTHERS = [
     Case(1, 130, 80, 64, 128, 1, bf16, variance=True, documents=3),
     Case(1, 129, 80, 64, 128, 1, bf16, beta=False),
@@ -45,7 +49,6 @@ OTHERS = [
     Case(2, 129, 4, 24, 48, 2, fp32, initial=True, documents=3, variance=True),
     Case(1, 129, 4, 24, 48, 2, fp32, initial=True, extreme="decay"),
     Case(2, 129, 4, 24, 48, 2, fp16, initial=True, documents=3, variance=True),
-    Case(2, 129, 4, 64, 128, 2, bf16, initial=True, strided=True),
     Case(8193, 3, 8, 8, 16, 1, fp32, initial=True),  # more programs than a grid's second axis takes
 ]
 
@@ -84,11 +87,11 @@ def run(data: Data, variance: bool = False) -> Gradients:
 def compare(case: Case, exact=scan_in_pieces, **options) -> dict[str, tuple[float, float]]:
     """Error of each output and gradient of the case, and its bound."""
     data = make(case, "cuda")
-    expected = differentiate(exact, data, case.variance, torch.float64, **options)
+    expected = differentiate_exactly(exact, data, case.variance, **options)
     actual = run(data, case.variance)
     x, beta, B = (data.arguments[name] for name in ("x", "beta", "B"))
     tuned = triton_scan.USE_TUNED and not case.variance and tuned_fits(x, x if beta is None else beta, B)
-    emulated = emulate(data, case.variance, bf16, tuned) if case.dtype is bf16 else None
+    emulated = add_skip(emulate(data, case.variance, bf16, tuned), data) if case.dtype is bf16 else None
     found = {}
     for name, value in expected.items():
         assert torch.isfinite(actual[name]).all(), f"{name} is not finite"
@@ -108,12 +111,12 @@ def check(case: Case, **options) -> None:
     assert not excess, f"{case}: {excess}"
 
 
-@pytest.mark.parametrize("case", LENGTHS + EXTREMES + DOCUMENTS + OTHERS, ids=str)
+@pytest.mark.parametrize("case", LENGTHS + EXTREMES + DOCUMENTS + SKIPS + OTHERS, ids=str)
 def test_scan(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", [LENGTHS[2], LENGTHS[5], *EXTREMES[:2], *DOCUMENTS], ids=str)
+@pytest.mark.parametrize("case", [LENGTHS[2], LENGTHS[5], *EXTREMES[:2], *DOCUMENTS, *SKIPS], ids=str)
 def test_portable_kernels(case, portable):
     check(case)
 
@@ -237,7 +240,9 @@ def test_operators_pass_torch_library_checks():
     data = make(Case(1, 20, 2, 64, 128, 1, bf16, initial=True), "cuda")
     leaves = [v.detach().requires_grad_() for v in data.arguments.values()]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(triton_scan._scan_op, (*leaves, None, True), test_utils=checks)
+    D = torch.randn(2, device="cuda", requires_grad=True)
+    for skip in (None, D):
+        torch.library.opcheck(triton_scan._scan_op, (*leaves[:7], skip, leaves[7], None, True), test_utils=checks)
 
 
 @contextlib.contextmanager

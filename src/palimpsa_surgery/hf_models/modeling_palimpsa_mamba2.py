@@ -140,13 +140,12 @@ class PalimpsaMamba2Mixer(Mamba2Mixer):
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         B, C = (v.unflatten(-1, (self.n_groups, self.ssm_state_size)) for v in (B, C))
 
-        # 3. Scan; add the skip connection D x.
+        # 3. Scan, with the skip connection D x.
         in_place = cache is not None and recurrent_state is not None and time == 1 and not torch.is_grad_enabled()
         if in_place:
             y, final_state = self._step(hidden_states, x, dt, A, B, C, recurrent_state), recurrent_state
         else:
             y, final_state = self._scan(hidden_states, x, dt, A, B, C, recurrent_state, seq_idx, keep_state)
-            y = torch.addcmul(y, x, self.D[:, None].to(y.dtype))
 
         # 4. Normalise under the gate and project back.
         out = self.out_proj(self.norm(y.flatten(2), gate).to(hidden_states.dtype))
@@ -196,6 +195,7 @@ class PalimpsaMamba2Mixer(Mamba2Mixer):
             A,
             B,
             C,
+            D=self.D,
             initial_state=state,
             seq_idx=seq_idx,
             return_final_state=return_final_state,
@@ -268,6 +268,7 @@ class PalimpsaMixer(PalimpsaMamba2Mixer):
             C,
             beta,
             I_prior,
+            D=self.D,
             initial_state=state,
             seq_idx=seq_idx,
             return_final_state=return_final_state,

@@ -16,10 +16,10 @@ def _decay(b_A, b_dt, p_doc, t, before, HAS_DOC: gl.constexpr):
 
 @jit
 def read_out(
-    x, dt, beta, A, B, C, prior, doc, states, y,
+    x, dt, beta, A, B, C, prior, skip, doc, states, y,
     x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g,
     T, H, HPG, P, NSEG, S,
-    BP: gl.constexpr, R: gl.constexpr, KC: gl.constexpr, HAS_DOC: gl.constexpr,
+    BP: gl.constexpr, R: gl.constexpr, KC: gl.constexpr, HAS_DOC: gl.constexpr, HAS_SKIP: gl.constexpr,
 ):  # fmt: skip
     """Step 3: `triton_forward.read_out` with R value rows and KC of 64 keys a lane; two keys share a reciprocal.
 
@@ -39,6 +39,9 @@ def read_out(
     o_p = i_p * BP + gl.arange(0, BP, layout=gl.SliceLayout(1, LM))
     b_A = gl.load(A + h)
     b_prior = gl.load(prior + h)
+    b_skip = gl.to_tensor(0.0)
+    if HAS_SKIP:
+        b_skip = gl.load(skip + h)
     p_x = x + b * x_b + h * x_h + t0 * x_t + o_p
     p_beta = beta + b * beta_b + h * beta_h + t0 * beta_t + o_p
     p_B = B + b * B_b + (h // HPG) * B_g + t0 * B_t + o_n
@@ -64,7 +67,8 @@ def read_out(
     steps = gl.minimum(S, T - t0).to(gl.int32)
     for t in range(steps):
         b_a, before = _decay(b_A, n_dt, p_doc, t, before, HAS_DOC)
-        b_v = gl.expand_dims(n_x.to(gl.float32) * n_dt, 1)
+        b_x = n_x.to(gl.float32)
+        b_v = gl.expand_dims(b_x * n_dt, 1)
         b_u = gl.expand_dims(n_u.to(gl.float32), 1)
         b_Ba = gl.expand_dims(n_Ba.to(gl.float32), 0)
         b_Ca = gl.expand_dims(n_Ca.to(gl.float32), 0)
@@ -89,5 +93,7 @@ def read_out(
         b_Mb = b_a * b_Mb + b_v * b_Bb
         b_Ib = (b_a * b_Ib + b_c) + b_u * (b_Bb * b_Bb)
         b_y = gl.sum((b_Ma * b_Ca * b_Ib + b_Mb * b_Cb * b_Ia) * reciprocal(b_Ia * b_Ib), 1)
+        if HAS_SKIP:
+            b_y += b_skip * b_x
         gl.store(p_y, b_y.to(y.dtype.element_ty))
         p_y += H * P

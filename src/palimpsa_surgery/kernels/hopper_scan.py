@@ -139,16 +139,16 @@ def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
     )
 
 
-def read_out(x, dt, A, B, C, beta, I_prior, doc, states, y, segment):
-    """Step 3: y `[b, t, h, p]` from the states at the segments' starts."""
+def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
+    """Step 3: y `[b, t, h, p]`, with the skip, from the states at the segments' starts."""
     batch, time, heads, head_dim = x.shape
     segments = states.shape[2] - 1
     BP, R, KC = READ_OUT_TILE
     read_out_kernel[(triton.cdiv(head_dim, BP), segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, dt if doc is None else doc, states, y,
+        x, dt, beta, A, B, C, I_prior, A if D is None else D, dt if doc is None else doc, states, y,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3],
         time, heads, heads // B.shape[2], head_dim, segments, segment,
-        BP=BP, R=R, KC=KC, HAS_DOC=doc is not None, num_warps=1,
+        BP=BP, R=R, KC=KC, HAS_DOC=doc is not None, HAS_SKIP=D is not None, num_warps=1,
     )  # fmt: skip
 
 

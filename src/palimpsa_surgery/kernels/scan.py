@@ -4,34 +4,27 @@
 |---|---|---|
 | Palimpsa scan | Triton (`triton_scan.py`), without it PyTorch | PyTorch (`chunked.py`) |
 | Palimpsa step | Triton (`triton_step.py`), without it PyTorch | PyTorch (here) |
-| Mamba2 scan and step | `mamba_ssm`'s Triton kernels when they import, else PyTorch | PyTorch (`ssd.py`, here) |
+| Mamba2 scan and step | `mamba_ssm`'s Triton (`mamba2_kernels.py`), without it PyTorch | PyTorch (`ssd.py`, here) |
 
 In float64 everything is PyTorch.
 
 Letters as in `reference.py`: b batch, t time, h heads, p head_dim, g groups, n state_size.
 """
 
-import functools
 import itertools
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .chunked import palimpsa_scan_chunked
-from .decay import document_numbers
 from .hopper_scan import AVAILABLE as GLUON_AVAILABLE
+from .mamba2_kernels import mamba_ssm_imports, ssd_scan_mamba_ssm, ssd_step_mamba_ssm
 from .ssd import ssd_scan_chunked
 from .triton_jit import kernels_take, triton
 from .triton_scan import palimpsa_scan_triton
 from .triton_step import palimpsa_step_triton
-
-logger = logging.getLogger(__name__)
-
-MAMBA_SSM_REACH = 2**31
-"""Elements that an offset of `mamba_ssm`'s kernels, which has 32 bits, reaches: 399,457 tokens of mamba2-2.7b."""
 
 
 class ScanOutput(NamedTuple):
@@ -51,6 +44,7 @@ def palimpsa_scan(
     beta: Tensor | None,
     I_prior: Tensor,
     *,
+    D: Tensor | None = None,
     initial_state: Tensor | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -72,6 +66,7 @@ def palimpsa_scan(
         C: queries `[b, t, g, n]`.
         beta: precision of the observations `[b, t, h, p]`, ≥ 0; None means zero, which is exactly Mamba2.
         I_prior: prior importance `[h]`, > 0, float32.
+        D: `[h]`, adds the skip `D x` to y; None for zero.
         initial_state: `[b, h, 2, p, n]`, M and Ibar, which belong to the first document of a row; None for zero.
         seq_idx: document numbers `[b, t]`; the state restarts from zero where the number changes.
         cu_seqlens: `[documents + 1]`, increasing from 0 to t, the same information for b = 1. Best kept on the CPU: to
@@ -88,9 +83,13 @@ def palimpsa_scan(
     """
     _check_scan_arguments(x, dt, A, B, C, beta, I_prior)
     _check("initial_state", initial_state, (x.shape[0], x.shape[2], 2, x.shape[3], B.shape[3]), x, EXACT)
+    _check("D", D, (x.shape[2],), x, FLOATS)
     seq_idx = _documents(seq_idx, cu_seqlens, x)
-    scan = palimpsa_scan_triton if triton is not None and kernels_take(x, A) else palimpsa_scan_chunked
-    return ScanOutput(*scan(x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, return_final_state, return_variance))
+    given = (x, dt, A, B, C, beta, I_prior, initial_state, seq_idx, return_final_state, return_variance)
+    if triton is not None and kernels_take(x, A):
+        return ScanOutput(*palimpsa_scan_triton(*given, D))
+    y, final_state, variance = palimpsa_scan_chunked(*given)
+    return ScanOutput(_with_skip(y, x, D), final_state, variance)
 
 
 def palimpsa_step(
@@ -135,6 +134,7 @@ def ssd_scan(
     B: Tensor,
     C: Tensor,
     *,
+    D: Tensor | None = None,
     initial_state: Tensor | None = None,
     seq_idx: Tensor | None = None,
     return_final_state: bool = False,
@@ -152,72 +152,20 @@ def ssd_scan(
         ValueError: an argument's shape, type or device does not fit the others.
     """
     _check_scan_arguments(x, dt, A, B, C)
+    _check("D", D, (x.shape[2],), x, FLOATS)
     _check("initial_state", initial_state, (x.shape[0], x.shape[2], x.shape[3], B.shape[3]), x, FLOATS)
     seq_idx = _documents(seq_idx, None, x)
-    kernels = _mamba_ssm_kernels() if kernels_take(x, A) else None
-    if kernels is None:
-        return ssd_scan_chunked(x, dt, A, B, C, initial_state, seq_idx, return_final_state)
-    documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
-    scan = functools.partial(kernels["scan"], A=-A, chunk_size=chunk_size)
-    return _mamba_ssm_scan(scan, (x, dt, B, C, documents), initial_state, chunk_size, return_final_state)
-
-
-def _mamba_ssm_scan(
-    scan: Callable,
-    rows: Sequence[Tensor | None],
-    state: Tensor | None,
-    chunk_size: int,
-    return_final_state: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """`mamba_ssm`'s scan of x, dt, B, C and documents, numbered from the state's own as 0; halved until offsets fit."""
-    x, dt, B, C, documents = rows
-    batch, time, heads, head_dim = x.shape
-    groups, state_size = B.shape[2:]
-    chunks = (time + chunk_size - 1) // chunk_size
-    # What it reads, and what it writes for a row of the batch: y, the states and C Bᵀ
-    read = [sum((size - 1) * stride for size, stride in zip(v.shape, v.stride(), strict=True)) for v in (x, dt, B, C)]
-    row = max(time * heads * head_dim, chunks * heads * head_dim * state_size, chunks * chunk_size**2 * groups)
-    if max(*read, batch * row) < MAMBA_SSM_REACH or (batch == 1 and chunks == 1):
-        out = scan(x, dt, B=B, C=C, initial_states=state, seq_idx=documents, return_final_states=return_final_state)
-        return out if return_final_state else (out, None)
-
-    def take(index, *values):
-        return [None if v is None else v[index] for v in values]
-
-    if batch > 1:
-        parts = []
-        for half in (slice(batch // 2), slice(batch // 2, None)):
-            *half_rows, start = take(half, *rows, state)
-            parts.append(_mamba_ssm_scan(scan, half_rows, start, chunk_size, return_final_state))
-        return torch.cat([y for y, _ in parts]), torch.cat([v for _, v in parts]) if return_final_state else None
-    cut = (chunks + 1) // 2 * chunk_size
-    first, second = (take((slice(None), half), *rows) for half in (slice(cut), slice(cut, None)))
-    if documents is not None:
-        second[-1] = second[-1] - first[-1][:, -1:]
-    y, state = _mamba_ssm_scan(scan, first, state, chunk_size, True)
-    rest, state = _mamba_ssm_scan(scan, second, state, chunk_size, return_final_state)
-    return torch.cat((y, rest), 1), state
+    if kernels_take(x, A) and mamba_ssm_imports():
+        return ssd_scan_mamba_ssm(x, dt, A, B, C, D, initial_state, seq_idx, return_final_state, chunk_size)
+    y, final_state = ssd_scan_chunked(x, dt, A, B, C, initial_state, seq_idx, return_final_state)
+    return _with_skip(y, x, D), final_state
 
 
 def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None = None) -> Tensor:
     """One token of `ssd_scan` that updates `state` `[b, h, p, n]` in place; all else as for `palimpsa_step`."""
     _check_step_arguments(x, dt, A, B, C, state, D)
-    kernels = _mamba_ssm_kernels() if kernels_take(x, A, state) else None
-    if kernels is not None:
-        head_dim, state_size = state.shape[2:]
-        # Without D and dt_bias mamba_ssm 2.3.2's step fails. It expects all of them for each row, and reads one value
-        # a head where the strides say that they do not vary.
-        zero = _zero(x.device).expand(x.shape[1], head_dim)
-        return kernels["step"](
-            state,
-            x,
-            dt[..., None].expand(-1, -1, head_dim),
-            -A[:, None, None].expand(-1, head_dim, state_size),
-            B,
-            C,
-            D=zero if D is None else D[:, None].expand(-1, head_dim),
-            dt_bias=zero,
-        )
+    if kernels_take(x, A, state) and mamba_ssm_imports():
+        return ssd_step_mamba_ssm(x, dt, A, B, C, state, D)
     value, alpha, key, query = _token(x, dt, A, B, C, state.dtype)
     state.mul_(alpha).addcmul_(value, key)
     return _with_skip((state @ query.transpose(-1, -2)).squeeze(-1), x, D)
@@ -236,7 +184,7 @@ def paths(device: torch.device) -> dict[str, str]:
             tuned = "Gluon for Hopper in bfloat16 with heads of 64 x 128, else Triton"
     mamba2 = "PyTorch"
     if device.type == "cuda":
-        mamba2 = "PyTorch: mamba_ssm's kernels do not import" if _mamba_ssm_kernels() is None else "mamba_ssm (Triton)"
+        mamba2 = "mamba_ssm (Triton)" if mamba_ssm_imports() else "PyTorch: mamba_ssm's kernels do not import"
     return {
         "Palimpsa scan": tuned,
         "Palimpsa decoding": palimpsa,
@@ -361,25 +309,3 @@ def _token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dtype: torch.
     alpha = torch.exp(-A.to(dtype) * dt)[..., None, None]
     key, query = (v.to(dtype).repeat_interleave(x.shape[1] // v.shape[1], dim=1)[:, :, None] for v in (B, C))
     return (dt[..., None] * x.to(dtype))[..., None], alpha, key, query
-
-
-@functools.cache
-def _zero(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # so that it may be used everywhere
-        return torch.zeros(1, 1, device=device)
-
-
-@functools.cache
-def _mamba_ssm_kernels() -> dict[str, Any] | None:
-    """`mamba_ssm`'s scan and step, or None with one warning when the package is absent or half installed."""
-    try:
-        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-    except Exception as error:  # a source install without its compiled module fails in many ways
-        logger.warning(
-            "mamba_ssm's kernels cannot be used (%s: %s): Mamba2 layers fall back to PyTorch, which is right but slow",
-            type(error).__name__,
-            error,
-        )
-        return None
-    return {"scan": mamba_chunk_scan_combined, "step": selective_state_update}

@@ -324,3 +324,24 @@ def reduce_heads(part, total, H, PART_SIZE, SIZE, BLOCK: tl.constexpr, FIRST: tl
     for h in range(H):
         b_sum += tl.load(part + (b * H + h) * PART_SIZE + o, mask=m, other=0.0)
     tl.store(total + b * SIZE + o, b_sum, mask=m)
+
+
+@jit
+def skip_backward(
+    x, dy, skip, dx, dskip,
+    x_b, x_t, x_h, x_p, dy_b, dy_t, dy_h, dy_p, T, BATCH, H, P, BT: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Of y = ... + skip * x: dx [b, t, h, p] += skip * dy, and the blocks' parts of dskip [blocks of t, b, h]."""
+    i = tl.program_id(0).to(tl.int64)
+    h = i % H
+    b = i // H % BATCH
+    t = i // H // BATCH * BT + tl.arange(0, BT)
+    o_p = tl.arange(0, BP)
+    m = (t < T)[:, None] & (o_p < P)[None, :]
+    b_x = tl.load(x + b * x_b + t[:, None] * x_t + h * x_h + o_p[None, :] * x_p, mask=m, other=0.0).to(tl.float32)
+    b_dy = tl.load(dy + b * dy_b + t[:, None] * dy_t + h * dy_h + o_p[None, :] * dy_p, mask=m, other=0.0)
+    b_dy = b_dy.to(tl.float32)
+    p_dx = dx + ((b * T + t[:, None]) * H + h) * P + o_p[None, :]
+    b_dx = tl.load(p_dx, mask=m, other=0.0).to(tl.float32) + tl.load(skip + h) * b_dy
+    tl.store(p_dx, b_dx.to(dx.dtype.element_ty), mask=m)
+    tl.store(dskip + i, tl.sum(tl.sum(b_x * b_dy, 1), 0))

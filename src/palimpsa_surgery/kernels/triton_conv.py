@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .triton_jit import NAMESPACE, jit, tl, triton
 
-# Of a thread 8 channels in the forward pass, which then has 96 registers, and 4 in the backward pass: 126 (8: 240). The
-# backward pass reads the first three tokens of the next row again.
-BQ, R, BD = 16, 16, 64
-FORWARD_WARPS, BACKWARD_WARPS = 4, 8
+# Of a thread 4 channels. Rows are long, since the backward pass reads the first three tokens of the next one again.
+# Measured on one H200 (docs/experiments.md has the table).
+BQ, R, BD = 8, 32, 64
+NUM_WARPS = 4
 TAPS = range(2, 5)
 
 
@@ -224,7 +224,7 @@ def conv_backward(
 # Launches
 
 
-def _launch(kernel, num_warps, x, weight, bias, tail, seq_idx, outputs: tuple[Tensor, ...], tiles: int) -> None:
+def _launch(kernel, x, weight, bias, tail, seq_idx, outputs: tuple[Tensor, ...], tiles: int) -> None:
     """Launch a kernel on `tiles` tiles of tokens a row; what is not there is neither read nor has strides."""
     (batch, time, channels), taps = x.shape, weight.shape[1]
     x = x if x.stride(2) == 1 else x.contiguous()
@@ -236,13 +236,13 @@ def _launch(kernel, num_warps, x, weight, bias, tail, seq_idx, outputs: tuple[Te
             *outputs, x.stride(0) // unit, x.stride(1) // unit, *((0, 0, 0) if tail is None else tail.stride()),
             *((0, 0) if seq_idx is None else seq_idx.stride()), time, tiles, channels,
             BQ=BQ, R=R, BD=BD, K=taps, UNIT=unit,
-            HAS_BIAS=bias is not None, HAS_TAIL=tail is not None, HAS_DOC=seq_idx is not None, num_warps=num_warps,
+            HAS_BIAS=bias is not None, HAS_TAIL=tail is not None, HAS_DOC=seq_idx is not None, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor | None, seq_idx: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(conv_forward, FORWARD_WARPS, x, weight, bias, tail, seq_idx, (y,), triton.cdiv(x.shape[1], BQ * R))
+    _launch(conv_forward, x, weight, bias, tail, seq_idx, (y,), triton.cdiv(x.shape[1], BQ * R))
     return y
 
 
@@ -255,7 +255,7 @@ def _backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dtail = x.new_empty(0) if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
     parts = torch.empty(batch * tiles, taps + 1, channels, dtype=torch.float32, device=x.device)
-    _launch(conv_backward, BACKWARD_WARPS, x, weight, bias, tail, seq_idx, (dy.contiguous(), dx, dtail, parts), tiles)
+    _launch(conv_backward, x, weight, bias, tail, seq_idx, (dy.contiguous(), dx, dtail, parts), tiles)
     return dx, parts.sum(0), dtail
 
 

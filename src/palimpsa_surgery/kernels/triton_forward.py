@@ -119,12 +119,13 @@ def pass_states(states, decay, NSEG, SIZE, BLOCK: tl.constexpr, REVERSE: tl.cons
 
 @jit
 def read_out(
-    x, dt, beta, A, B, C, prior, doc, states, y, variance,
+    x, dt, beta, A, B, C, prior, skip, doc, states, y, variance,
     x_b, x_t, x_h, x_p, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, beta_p, B_b, B_t, B_g, C_b, C_t, C_g,
     T, H, HPG, P, N, NSEG, S,
-    BP: tl.constexpr, BN: tl.constexpr, HAS_DOC: tl.constexpr, HAS_VAR: tl.constexpr, FAST: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr, HAS_DOC: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_VAR: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """y and variance [b, t, h, p] of one segment, from the state at its start; BN = N rounded up."""
+    """y, with skip * x, and variance [b, t, h, p] of one segment, from the state at its start; BN = N rounded up."""
     i_p = tl.program_id(0)
     i_seg = tl.program_id(1).to(tl.int64)
     i_bh = tl.program_id(2).to(tl.int64)
@@ -136,6 +137,9 @@ def read_out(
     m_n = o_n < N
     b_A = tl.load(A + h)
     b_prior = tl.load(prior + h)
+    b_skip = 0.0
+    if HAS_SKIP:
+        b_skip = tl.load(skip + h)
     t0 = i_seg * S
     p_x = x + b * x_b + h * x_h + o_p * x_p + t0 * x_t
     p_beta = beta + b * beta_b + h * beta_h + o_p * beta_p + t0 * beta_t
@@ -160,7 +164,8 @@ def read_out(
             b_a = tl.where(b_doc == b_before, b_a, 0.0)
             b_before = b_doc
             p_doc += 1
-        b_v = tl.load(p_x, mask=m_p, other=0.0).to(tl.float32) * b_dt
+        b_x = tl.load(p_x, mask=m_p, other=0.0).to(tl.float32)
+        b_v = b_x * b_dt
         b_u = tl.load(p_beta, mask=m_p, other=0.0).to(tl.float32)
         b_B = tl.load(p_B, mask=m_n, other=0.0).to(tl.float32)
         b_C = tl.load(p_C, mask=m_n, other=0.0).to(tl.float32)
@@ -168,7 +173,10 @@ def read_out(
         # the prior does not decay
         b_I = (b_a * b_I + (1.0 - b_a) * b_prior) + b_u[:, None] * (b_B * b_B)[None, :]
         b_r = b_C[None, :] * reciprocal(b_I, FAST)
-        tl.store(p_y, tl.sum(b_M * b_r, 1).to(y.dtype.element_ty), mask=m_p)
+        b_y = tl.sum(b_M * b_r, 1)
+        if HAS_SKIP:
+            b_y += b_skip * b_x
+        tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_p)
         if HAS_VAR:
             tl.store(p_var, tl.sum(b_C[None, :] * b_r, 1), mask=m_p)
             p_var += H * P

@@ -20,8 +20,8 @@ MAX_GROUP = 2**14
 MAX_GROUPS = 65535
 # Of the backward pass: rows a program at least, and programs at most, whose sums of dw are 20 MiB at 5,120 channels.
 ROWS, PROGRAMS = 16, 1024
-# Channels a warp holds, and warps at most
-WARP_CHANNELS, MAX_WARPS = 512, 32
+# Channels a warp holds, measured on one H200 (docs/experiments.md has the table), and warps at most
+FORWARD_CHANNELS, BACKWARD_CHANNELS, MAX_WARPS = 1024, 512, 32
 
 
 @jit
@@ -82,9 +82,9 @@ def _rows(v: Tensor) -> Tensor:
     return v if v.stride(-1) == 1 else v.contiguous()
 
 
-def _sizes(group: int) -> dict:
+def _sizes(group: int, warp_channels: int) -> dict:
     block = triton.next_power_of_2(group)
-    return {"BN": block, "num_warps": min(MAX_WARPS, max(1, block // WARP_CHANNELS))}
+    return {"BN": block, "num_warps": min(MAX_WARPS, max(1, block // warp_channels))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, group: int
     with torch.cuda.device_of(x):  # Triton launches on the current device
         norm_forward[(time, channels // group)](
             rows, gates, weight, out, rows.stride(0), gates.stride(0), channels, group, eps,
-            HAS_GATE=gate is not None, **_sizes(group),
+            HAS_GATE=gate is not None, **_sizes(group, FORWARD_CHANNELS),
         )  # fmt: skip
     return out
 
@@ -117,7 +117,7 @@ def _norm_backward(
         norm_backward[(programs, channels // group)](
             rows, gates, weight, douts, gradients[0], gradients[-1], dw_part,
             rows.stride(0), gates.stride(0), douts.stride(0), time, channels, group, eps,
-            HAS_GATE=gate is not None, **_sizes(group),
+            HAS_GATE=gate is not None, **_sizes(group, BACKWARD_CHANNELS),
         )  # fmt: skip
     return [*gradients, dw_part.sum(0).to(weight.dtype)]
 

@@ -46,7 +46,7 @@ from .hopper_scan import fits as tuned_fits
 from .hopper_scan import read_out as tuned_read_out
 from .hopper_scan import segment_adjoints as tuned_segment_adjoints
 from .hopper_scan import segment_gradients as tuned_segment_gradients
-from .triton_backward import reduce_heads, reduce_rows, segment_adjoints, segment_gradients
+from .triton_backward import reduce_heads, reduce_rows, segment_adjoints, segment_gradients, skip_backward
 from .triton_forward import pass_states, read_out, segment_states
 from .triton_jit import NAMESPACE, tl, triton
 
@@ -122,7 +122,7 @@ def _pass(states: Tensor, decay: Tensor, reverse: bool) -> None:
     )
 
 
-def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance):
+def _forward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, return_variance):
     batch, _, heads, head_dim = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final_state = torch.empty(batch, heads, 2, head_dim, B.shape[3], dtype=torch.float32, device=x.device)
@@ -130,11 +130,11 @@ def _forward(x, dt, A, B, C, beta, I_prior, initial_state, doc, return_variance)
     step = max(1, MAX_GRID // heads)
     for i in range(0, batch, step):
         rows = [None if v is None else v[i : i + step] for v in (x, dt, B, C, beta, initial_state, doc)]
-        _forward_rows(*rows, A, I_prior, y[i : i + step], final_state[i : i + step], variance[i : i + step])
+        _forward_rows(*rows, A, I_prior, D, y[i : i + step], final_state[i : i + step], variance[i : i + step])
     return y, final_state, variance
 
 
-def _forward_rows(x, dt, B, C, beta, initial_state, doc, A, I_prior, y, final_state, variance):
+def _forward_rows(x, dt, B, C, beta, initial_state, doc, A, I_prior, D, y, final_state, variance):
     batch, time, heads, head_dim = x.shape
     groups, state_size = B.shape[2:]
     return_variance = variance.numel() > 0
@@ -142,15 +142,15 @@ def _forward_rows(x, dt, B, C, beta, initial_state, doc, A, I_prior, y, final_st
     segments, documents = states.shape[2] - 1, dt if doc is None else doc
     sizes = (time, heads, heads // groups, head_dim)
     if not return_variance and USE_TUNED and tuned_fits(x, beta, B):
-        tuned_read_out(x, dt, A, B, C, beta, I_prior, doc, states, y, FORWARD_SEGMENT)
+        tuned_read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, FORWARD_SEGMENT)
     else:
         BP = 8
         read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
-            x, dt, beta, A, B, C, I_prior, documents, states, y, variance,
+            x, dt, beta, A, B, C, I_prior, A if D is None else D, documents, states, y, variance,
             *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3], *C.stride()[:3],
             *sizes, state_size, segments, FORWARD_SEGMENT,
-            BP=BP, BN=_power_of_two(state_size), HAS_DOC=doc is not None, HAS_VAR=return_variance,
-            FAST=not _INTERPRET, num_warps=1,
+            BP=BP, BN=_power_of_two(state_size), HAS_DOC=doc is not None, HAS_SKIP=D is not None,
+            HAS_VAR=return_variance, FAST=not _INTERPRET, num_warps=1,
         )  # fmt: skip
     final_state.copy_(states[:, :, -1])
 
@@ -236,7 +236,7 @@ def _gradients_portable(
     return keys
 
 
-def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar):
+def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, dvar):
     batch, time, heads, head_dim = x.shape
     groups, state_size = B.shape[2:]
     dx, dbeta = (torch.empty(x.shape, dtype=v.dtype, device=x.device) for v in (x, beta))
@@ -270,7 +270,19 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
             )  # fmt: skip
         dB[:, :, g] = group_dB
         dC[:, :, g] = group_dC
-    return dx, ddt, dA, dB, dC, dbeta, dprior, dinitial
+    return dx, ddt, dA, dB, dC, dbeta, dprior, None if D is None else _skip_backward(x, dy, D, dx), dinitial
+
+
+def _skip_backward(x, dy, D, dx):
+    """dD `[h]`; what the skip adds to dx is added in place."""
+    batch, time, heads, head_dim = x.shape
+    BT = 64
+    parts = x.new_empty(triton.cdiv(time, BT), batch, heads, dtype=torch.float32)
+    skip_backward[(parts.numel(),)](
+        x, dy, D, dx, parts, *x.stride(), *dy.stride(), time, batch, heads, head_dim,
+        BT=BT, BP=_power_of_two(head_dim), num_warps=4,
+    )  # fmt: skip
+    return parts.sum((0, 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,16 +302,17 @@ def _scan_forward(
     C: Tensor,
     beta: Tensor | None,
     I_prior: Tensor,
+    D: Tensor | None,
     initial_state: Tensor | None,
     documents: Tensor | None,
     return_variance: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     beta = _zeros_like_rows(x) if beta is None else beta
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        return _forward(x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance)
+        return _forward(x, dt, A, B, C, beta, I_prior, D, initial_state, documents, return_variance)
 
 
-def _scan_forward_fake(x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance):
+def _scan_forward_fake(x, dt, A, B, C, beta, I_prior, D, initial_state, documents, return_variance):
     batch, _, heads, head_dim = x.shape
     return (
         x.new_empty(x.shape),
@@ -316,6 +329,7 @@ def _scan_backward(
     C: Tensor,
     beta: Tensor | None,
     I_prior: Tensor,
+    D: Tensor | None,
     initial_state: Tensor | None,
     documents: Tensor | None,
     dy: Tensor,
@@ -323,15 +337,14 @@ def _scan_backward(
     dvariance: Tensor | None,
 ) -> list[Tensor]:
     rows = _zeros_like_rows(x) if beta is None else beta
-    given = (x, dt, A, B, C, rows, I_prior, initial_state, documents, dy, dfinal, dvariance)
+    given = (x, dt, A, B, C, rows, I_prior, D, initial_state, documents, dy, dfinal, dvariance)
     with torch.cuda.device_of(x):
-        *gradients, dinitial = _backward(*given)
-    return gradients if dinitial is None else [*gradients, dinitial]
+        return [gradient for gradient in _backward(*given) if gradient is not None]
 
 
-def _scan_backward_fake(x, dt, A, B, C, beta, I_prior, initial_state, documents, dy, dfinal, dvariance):
+def _scan_backward_fake(x, dt, A, B, C, beta, I_prior, D, initial_state, documents, dy, dfinal, dvariance):
     likes = [x, dt, A, B, C, x if beta is None else beta, I_prior]
-    likes += [] if initial_state is None else [initial_state]
+    likes += [v for v in (D, initial_state) if v is not None]
     return [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in likes]
 
 
@@ -349,13 +362,14 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, dy, dfinal, dvariance):
-    x, dt, A, B, C, beta, I_prior, initial_state, documents = ctx.saved_tensors
+    x, dt, A, B, C, beta, I_prior, D, initial_state, documents = ctx.saved_tensors
     dy = x.new_zeros(1).expand(x.shape) if dy is None else dy
     dvariance = dvariance if ctx.return_variance else None
-    gradients = _scan_backward_op(x, dt, A, B, C, beta, I_prior, initial_state, documents, dy, dfinal, dvariance)
-    dx, ddt, dA, dB, dC, dbeta, dprior = gradients[:7]
-    dinitial = None if initial_state is None else gradients[7]
-    return dx, ddt, dA, dB, dC, None if beta is None else dbeta, dprior, dinitial, None, None
+    gradients = _scan_backward_op(x, dt, A, B, C, beta, I_prior, D, initial_state, documents, dy, dfinal, dvariance)
+    dx, ddt, dA, dB, dC, dbeta, dprior, *rest = gradients
+    dD = None if D is None else rest[0]
+    dinitial = None if initial_state is None else rest[-1]
+    return dx, ddt, dA, dB, dC, None if beta is None else dbeta, dprior, dD, dinitial, None, None
 
 
 _scan_op.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -377,6 +391,7 @@ def palimpsa_scan_triton(
     seq_idx: Tensor | None = None,
     return_final_state: bool = False,
     return_variance: bool = False,
+    D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The scan of `scan.palimpsa_scan`, which validates and says what the arguments mean, in Triton.
 
@@ -387,12 +402,14 @@ def palimpsa_scan_triton(
         seq_idx: `[b, t]` integers or None.
         return_final_state: return the state after the last token, `[b, h, 2, p, n]` float32.
         return_variance: return the predictive variance, `[b, t, h, p]` float32.
+        D: `[h]` or None, adds `D x` to y.
 
     Returns:
         y `[b, t, h, p]` of x's type, final state or None, variance or None; differentiable.
     """
     documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
     B, C = (v if v.stride(-1) == 1 else v.contiguous() for v in (B, C))
-    dt, A, I_prior = dt.float(), A.float().contiguous(), I_prior.float().contiguous()
-    y, final_state, variance = _scan_op(x, dt, A, B, C, beta, I_prior, initial_state, documents, return_variance)
+    dt = dt.float()
+    A, I_prior, D = (None if v is None else v.float().contiguous() for v in (A, I_prior, D))
+    y, final_state, variance = _scan_op(x, dt, A, B, C, beta, I_prior, D, initial_state, documents, return_variance)
     return y, final_state if return_final_state else None, variance if return_variance else None

@@ -206,9 +206,6 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).square().mean().sqrt() / scale).item()
 
 
-NAMES = ("x", "dt", "A", "B", "C", "beta", "I_prior", "initial_state")
-
-
 def _inputs(dtype: torch.dtype, length: int, packed: bool) -> tuple[dict[str, Tensor], Tensor | None]:
     """Arguments at the head shape of mamba2-2.7b (4 of its 80 heads, in 2 groups), drawn on the CPU."""
     generator = torch.Generator().manual_seed(length)
@@ -227,6 +224,7 @@ def _inputs(dtype: torch.dtype, length: int, packed: bool) -> tuple[dict[str, Te
         "beta": torch.sigmoid(normal(batch, length, heads, head_dim)) * dt[..., None],
         "I_prior": torch.rand(heads, generator=generator) + 0.5,
         "initial_state": normal(batch, heads, 2, head_dim, state_size).abs(),
+        "D": normal(heads),
     }
     for name in ("x", "B", "C", "beta"):
         values[name] = values[name].to(dtype)
@@ -272,12 +270,14 @@ def _palimpsa_scan(device: torch.device, dtype: torch.dtype, length: int, packed
     outputs = ("output", "final state", "variance")[: 2 + variance]
 
     def run(leaves, documents):
-        *given, state = leaves
+        *given, state, D = leaves
         options = {"seq_idx": documents, "return_final_state": True, "return_variance": variance}
-        return scan.palimpsa_scan(*given, initial_state=state, **options)[: len(outputs)]
+        return scan.palimpsa_scan(*given, D=D, initial_state=state, **options)[: len(outputs)]
 
     def reference(leaves, documents):
-        return palimpsa_scan_chunked(*leaves, documents, True, variance)[: len(outputs)]
+        *given, D = leaves
+        y, *others = palimpsa_scan_chunked(*given, documents, True, variance)
+        return (_with_skip(y, given[0], D), *others)[: len(outputs)]
 
     return _with_gradients(run, reference, arguments, seq_idx, outputs, device)
 
@@ -288,29 +288,36 @@ def _palimpsa_variance(device: torch.device, dtype: torch.dtype, length: int, pa
 
 def _mamba2_scan(device: torch.device, dtype: torch.dtype, length: int, packed: bool):
     arguments, seq_idx = _inputs(dtype, length, packed)
-    arguments = {name: arguments[name] for name in ("x", "dt", "A", "B", "C", "initial_state")}
+    arguments = {name: arguments[name] for name in ("x", "dt", "A", "B", "C", "initial_state", "D")}
     arguments["initial_state"] = arguments["initial_state"][:, :, 0].contiguous()
 
     def run(leaves, documents):
-        *given, state = leaves
-        return scan.ssd_scan(*given, initial_state=state, seq_idx=documents, return_final_state=True)
+        *given, state, D = leaves
+        return scan.ssd_scan(*given, D=D, initial_state=state, seq_idx=documents, return_final_state=True)
 
     def reference(leaves, documents):
-        return ssd_scan_chunked(*leaves, documents, True)
+        *given, D = leaves
+        y, final = ssd_scan_chunked(*given, documents, True)
+        return _with_skip(y, given[0], D), final
 
     return _with_gradients(run, reference, arguments, seq_idx, ("output", "final state"), device)
 
 
+def _with_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
+    return y + D[:, None] * x
+
+
 def _decoding(step, reference, arguments: dict[str, Tensor], device: torch.device):
     """Steps over a few tokens on `device` against the scan in float64."""
-    state = arguments.pop("initial_state")
+    state, D = arguments.pop("initial_state"), arguments.pop("D")
     y, final = reference(*(v.double() for v in arguments.values()), state.double())
-    state = state.to(device)
+    y = _with_skip(y, arguments["x"].double(), D.double())
+    state, D = state.to(device), D.to(device)
     given = {name: v.to(device) for name, v in arguments.items()}
     steps = []
     for t in range(y.shape[1]):
         now = [v[:, t] if v.ndim >= 3 else v for v in given.values()]
-        steps.append(step(*now, state))
+        steps.append(step(*now, state, D))
     return {"output": torch.stack(steps, 1), "state": state}, {"output": y, "state": final}
 
 
@@ -323,7 +330,7 @@ def _palimpsa_steps(device: torch.device, dtype: torch.dtype, length: int, packe
 
 def _mamba2_steps(device: torch.device, dtype: torch.dtype, length: int, packed: bool):
     arguments, _ = _inputs(dtype, length, packed)
-    arguments = {name: arguments[name] for name in ("x", "dt", "A", "B", "C", "initial_state")}
+    arguments = {name: arguments[name] for name in ("x", "dt", "A", "B", "C", "initial_state", "D")}
     arguments["initial_state"] = arguments["initial_state"][:, :, 0].contiguous()
     return _decoding(scan.ssd_step, lambda *given: ssd_scan_chunked(*given, None, True), arguments, device)
 
