@@ -1,16 +1,19 @@
 """One short run of the tiny hybrid on one process, under DDP and under FSDP2, killed and resumed: is it one training?
 
-    python benchmarks/parallel.py --output FOLDER [--processes 2] [--cpu | --float32]
+    python benchmarks/parallel.py --output FOLDER [--processes 2] [--cpu | [--one-gpu] [--float32]]
 
 Prints, for each way of launching, the largest relative difference of its losses and gradient norms from those of the
 single process, and the distance of its weights against how far training moved them. `--float32` trains without
 autocast, so that what differs is not rounding. `--cpu` leaves out FSDP2 and `accelerate launch`, which need GPUs, and
-adds two launchers that meet over the network, as on two nodes. Exit code 1 where a difference exceeds its bound.
+adds two launchers that meet over the network, as on two nodes. `--one-gpu` has only such pairs, for DDP and FSDP2: NCCL
+takes two processes on one GPU when each says that it is on another host. Exit code 1 where a difference exceeds its
+bound.
 """
 
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,6 +61,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--float32", action="store_true")
     options = parser.parse_args()
     folder: Path = options.output.absolute()
@@ -65,11 +69,10 @@ def main() -> int:
     hybrid, recipe = make_inputs(folder, 64 if options.cpu else 256)
     train = ["train", str(hybrid), "--recipe", str(recipe), "--output"]
 
-    def begin(name: str, launcher: list[str], *, kill: bool = False, output: str | None = None) -> tuple:
+    def begin(name: str, launcher: list[str], *, output: str | None = None, **variables: str) -> tuple:
         log = (folder / f"{name}.log").open("w")
         command = [*launcher, str(folder / "program.py"), *train, str(folder / (output or name))]
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if name == "single" else {})
-        environment |= ({"KILLED": "1"} if kill else {}) | ({"FLOAT32": "1"} if options.float32 else {})
+        environment = os.environ | variables | ({"FLOAT32": "1"} if options.float32 else {})
         return name, time.perf_counter(), subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def end(name: str, began: float, process: subprocess.Popen) -> int:
@@ -79,29 +82,37 @@ def main() -> int:
 
     count = str(options.processes)
     (folder / "program.py").write_text(PROGRAM)
-    single = end(*begin("single", [sys.executable]))
-    group = [begin("ddp", torchrun("--nproc_per_node", count, "--master_port", "29601"))]
-    if options.cpu:
+    single = end(*begin("single", [sys.executable], CUDA_VISIBLE_DEVICES="0"))
+    group = []
+    if not options.one_gpu:
+        group += [begin("ddp", torchrun("--nproc_per_node", count, "--master_port", "29601"))]
+    if options.cpu or options.one_gpu:
         where = ("--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", "29602", "--node_rank")
-        group += [begin(f"node{rank}", torchrun(*where, str(rank)), output="nodes") for rank in range(2)]
-    else:
+        group += [begin(f"ddp-node{r}", torchrun(*where, str(r)), output="ddp-nodes", **host(r)) for r in range(2)]
+    if options.one_gpu:
+        where = ("--num_machines", "2", "--main_process_ip", "127.0.0.1", "--machine_rank")
+        launch = accelerate("fsdp2", "2", 29603)
+        group += [begin(f"fsdp2-node{r}", [*launch, *where, str(r)], output="fsdp2-nodes", **host(r)) for r in range(2)]
+    several_gpus = not (options.cpu or options.one_gpu)
+    if several_gpus:
         group += [
             begin("ddp-accelerate", accelerate("ddp", count, 29602)),
             begin("fsdp2", accelerate("fsdp2", count, 29603)),
-            begin("fsdp2-killed", accelerate("fsdp2", count, 29604), kill=True, output="fsdp2-resumed"),
+            begin("fsdp2-killed", accelerate("fsdp2", count, 29604), output="fsdp2-resumed", KILLED="1"),
         ]
     codes = {name: end(name, began, process) for name, began, process in group}
-    if not options.cpu:
+    if several_gpus:
         codes["fsdp2-resumed"] = end(*begin("fsdp2-resumed", accelerate("fsdp2", count, 29605)))
     killed = codes.pop("fsdp2-killed", 1)
     failed = single or killed == 0 or any(codes.values())
     bound = LOSS_BOUNDS["float32" if options.cpu or options.float32 else "bfloat16"]
-    for name in dict.fromkeys("nodes" if name.startswith("node") else name for name in codes):
+    for name in dict.fromkeys(re.sub(r"-node\d", "-nodes", name) for name in codes):
         failed |= not compare(folder / "single", folder / name, bound)
     for name in ["single", *codes, "fsdp2-killed"] if failed else []:
         if (log := folder / f"{name}.log").is_file():
             print(f"--- {name}\n{log.read_text()[-3000:]}", flush=True)
-    print(f"killed by signal {signal.SIGKILL.value}: the launcher's exit code was {killed}" if not options.cpu else "")
+    if several_gpus:
+        print(f"killed by signal {signal.SIGKILL.value}: the launcher's exit code was {killed}")
     return int(bool(failed))
 
 
@@ -113,6 +124,11 @@ def make_inputs(folder: Path, length: int) -> tuple[Path, Path]:
     replace(asset_path("tiny-mamba2"), folder / "hybrid", layers=[4, 7, 8, 11], init="paper", device="cpu")
     (folder / "recipe.yaml").write_text(recipe_text(length))
     return folder / "hybrid", folder / "recipe.yaml"
+
+
+def host(rank: int) -> dict[str, str]:
+    """What lets NCCL take a GPU for that of a node of its own, which it reaches through the loopback device."""
+    return {"NCCL_HOSTID": f"node{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def torchrun(*options: str) -> list[str]:
