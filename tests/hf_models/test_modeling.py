@@ -5,7 +5,14 @@ import json
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    CompileConfig,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+)
 
 from helpers import assert_close, relative_error
 from palimpsa_surgery.hf_models import LayerState, PalimpsaMamba2Config, PalimpsaMamba2ForCausalLM
@@ -370,6 +377,22 @@ def test_compiles_whole(model, ids, full):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert_close(compiled(ids, use_cache=False).logits, full, 1e-6)
+
+
+def test_generation_compiles_the_step_whole(model, ids):
+    """As `generate` does with a static cache on a GPU; once for all steps of one size."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options |= {"attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    eager = model.generate(ids, **options)
+    config = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    for _ in range(2):
+        compiled = model.generate(ids, **options, cache_implementation="static", compile_config=config)
+        assert torch.equal(compiled.sequences, eager.sequences)
+        assert_close(torch.stack(compiled.logits), torch.stack(eager.logits), 1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_autocast_trains_in_bfloat16(ids):
