@@ -1,10 +1,10 @@
 """Runs the Hopper kernels on the CPU: every register of every lane is an element of a numpy array.
 
-The kernels of `hopper_adjoints.py` and `hopper_gradients.py` see each tensor as one register of each thread, and what
-moves between lanes moves in named instructions. Here those instructions are written down again, from the layouts in
-the PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8, "movmatrix"), so that layouts, addresses and algebra
-are tested without a GPU. Threads run in step, but shared memory refuses what depends on that: see `SharedMemory`.
-The tensors of `hopper_read_out.py` are whole blocks, which numpy computes with as they are.
+The kernels of `hopper_read_out.py`, `hopper_adjoints.py` and `hopper_gradients.py` see each tensor as one register of
+each thread, and what moves between lanes moves in named instructions. Here those instructions are written down again,
+from the layouts in the PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8, "movmatrix"), so that layouts,
+addresses and algebra are tested without a GPU. Threads run in step, but shared memory refuses what depends on that:
+see `SharedMemory`.
 """
 
 import importlib
@@ -188,6 +188,9 @@ class Machine:
             "transpose": self._transpose,
             "mma16": lambda a0, a1, a2, a3, b0, b1, acc: self._mma((a0, a1, a2, a3), (b0, b1), acc),
             "mma8": lambda a0, a1, b0, acc: self._mma((a0, a1), (b0,), acc),
+            "load_scalar": self._scalar,
+            "upper": self._upper,
+            "from_lane": lambda x, lane: register(x[32 * self.warp + lane % 32]),
             "_lane_xor": lambda x, distance: register(x[np.arange(self.threads) ^ distance]),
         }
 
@@ -214,6 +217,16 @@ class Machine:
 
     def _word(self, address):
         return register(np.ascontiguousarray(self.shared.read(address)).view(np.int32))
+
+    def _scalar(self, address):
+        value = np.unique(self.shared.read(address))
+        assert value.size == 1
+        return register(value[0])
+
+    @staticmethod
+    def _upper(a, b):
+        bits = (float_bits(a) >> 16) | (float_bits(b) & np.uint32(0xFFFF0000))
+        return register(bits.view(np.float32))
 
     def _store4(self, address, values):
         assert (address % 16 == 0).all()

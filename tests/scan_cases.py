@@ -78,6 +78,13 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
         dt = torch.zeros_like(dt)
     if case.extreme == "importance":  # Ibar up to about 1e4 times the prior
         beta, A = beta * 100, A * 1e-2
+    if case.extreme == "huge importance":  # Ibar up to about 1e8 times the prior
+        beta, A = beta * 1e7, A * 1e-2
+    if case.extreme == "short memory":  # alpha is 1e-3
+        dt = (7 / A).expand(b, t, h)
+    if case.extreme == "stretches":  # 24 tokens each with alpha 1e-3, 0, 1 and as usual
+        kind = (torch.arange(t, device=device) // 24 % 4)[:, None]
+        dt = torch.where(kind == 0, 7 / A, torch.where(kind == 1, dt * 3e3, torch.where(kind == 2, 0, dt)))
     initial = None
     if case.initial:
         initial = torch.stack((normal(b, h, p, n), normal(b, h, p, n).abs()), 2)

@@ -66,6 +66,12 @@ def load1_bits(address):
 
 
 @jit
+def load_scalar(address):
+    """A float32 word from shared memory, for all threads."""
+    return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
+
+
+@jit
 def store4(address, v):
     """Four float32 words to shared memory."""
     gl.inline_asm_elementwise(
@@ -127,6 +133,20 @@ def low(pair):
 def high(pair):
     """The second of a pair, as float32."""
     return (pair & -65536).to(gl.float32, bitcast=True)
+
+
+@jit
+def upper(a, b):
+    """The upper halves of two float32 as a pair of bfloat16, in a float32 register."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=f,f,f", [a, b], gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def from_lane(x, lane):
+    """x of another lane of the warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, lane], gl.float32, is_pure=True, pack=1
+    )
 
 
 @jit

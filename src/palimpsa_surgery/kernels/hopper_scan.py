@@ -17,8 +17,6 @@ from .triton_jit import jit, tl, triton
 # Tokens a segment in the backward pass: the gradient kernel takes 28 ms with 256 and 35 with 512.
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
-# Value rows of a program, value rows and keys of a lane: the fastest of five.
-READ_OUT_TILE = (16, 4, 8)
 ADJOINT_REGISTERS = 168  # three warps a scheduler: 11.6 ms; without the bound 5% more, with 128 for four warps 14.1
 SPAN_BLOCK = 8  # sub-chunks of a program of `sum_spans`
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
@@ -139,24 +137,24 @@ def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
     )
 
 
-def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
-    """Step 3: y `[b, t, h, p]`, with the skip, from the states at the segments' starts."""
-    batch, time, heads, head_dim = x.shape
-    segments = states.shape[2] - 1
-    BP, R, KC = READ_OUT_TILE
-    read_out_kernel[(triton.cdiv(head_dim, BP), segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, A if D is None else D, dt if doc is None else doc, states, y,
-        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3],
-        time, heads, heads // B.shape[2], head_dim, segments, segment,
-        BP=BP, R=R, KC=KC, HAS_DOC=doc is not None, HAS_SKIP=D is not None, num_warps=1,
-    )  # fmt: skip
-
-
 def _pairs(v: Tensor) -> Tensor:
-    """B or C `[b, t, 1, n]` as int32 pairs of bfloat16, without a copy where its addresses allow."""
+    """The last axis as int32 pairs of bfloat16, without a copy where its addresses allow."""
     if v.data_ptr() % 4 or any(stride % 2 for stride in v.stride()[:-1]):
         v = v.contiguous()
     return v.view(torch.int32)
+
+
+def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
+    """Step 3: y `[b, t, h, p]`, with the skip, from the states at the segments' starts."""
+    batch, time, heads, _ = x.shape
+    segments = states.shape[2] - 1
+    per_group = heads // B.shape[2]
+    x, beta, B, C = _pairs(x), _pairs(beta), _pairs(B), _pairs(C)
+    read_out_kernel[(segments, batch * heads)](
+        x, dt, beta, A, B, C, I_prior, A if D is None else D, dt if doc is None else doc, states, y.view(torch.int32),
+        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3],
+        time, heads, per_group, segments, segment, HAS_DOC=doc is not None, HAS_SKIP=D is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment):
