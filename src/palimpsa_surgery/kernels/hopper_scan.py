@@ -195,8 +195,8 @@ def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, s
     return rows, decays, starts
 
 
-def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dA, dbeta, dprior, segment):
-    """Step 5 for heads of one group; returns dB and dC `[b, h, segments S, n]`."""
+def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dbeta, segment):
+    """Step 5 for heads of one group; returns dB and dC `[2, b, h, segments S, n]`, dA and dprior `[2, h]`."""
     batch, time, heads, _ = x.shape
     state_size, segments = B.shape[3], adjoints.shape[2] - 1
     rows, decays, starts = prepared
@@ -217,6 +217,4 @@ def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dA, 
         spans, dvx, dt, A, ddt, *scalars, *dt.stride(), *ddt.stride(), time, padded, heads,
         SUBS=SPAN_BLOCK, NW=NUM_WARPS, num_warps=1,
     )  # fmt: skip
-    dA.copy_(scalars[0].sum((0, 2)))
-    dprior.copy_(scalars[1].sum((0, 2)))
-    return keys
+    return keys, scalars.sum((1, 3))

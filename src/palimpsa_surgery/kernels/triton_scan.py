@@ -158,11 +158,14 @@ def _forward_rows(x, dt, B, C, beta, initial_state, doc, A, I_prior, y, final_st
 def _backward_heads(
     x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients, heads, group, first, tuned, segment
 ):
-    """Write or, for dB and dC of the group, add what these heads, a slice within one group, contribute."""
-    dx, ddt, dA, dB, dC, dbeta, dprior, dinitial = gradients
+    """Write or, for `dkeys`, dB and dC of the group, add what these heads, a slice within one group, contribute.
+
+    Returns dA and dprior `[2, h]`.
+    """
+    dx, ddt, dkeys, dbeta, dinitial = gradients
     x, dt, beta, dy, dx, ddt, dbeta = (v[:, :, heads] for v in (x, dt, beta, dy, dx, ddt, dbeta))
     dvar = dy if dvar is None else dvar[:, :, heads]
-    A, I_prior, dA, dprior = A[heads], I_prior[heads], dA[heads], dprior[heads]
+    A, I_prior = A[heads], I_prior[heads]
     B, C = B[:, :, group : group + 1], C[:, :, group : group + 1]
     batch, time, n_heads, head_dim = x.shape
     state_size = B.shape[3]
@@ -189,22 +192,22 @@ def _backward_heads(
     _pass(adjoints, decay, reverse=True)
     if dinitial is not None:
         dinitial[:, heads].copy_(adjoints[:, :, 0])
-    outputs = (dx, ddt, dA, dbeta, dprior, segment)
+    outputs = (dx, ddt, dbeta, segment)
     if tuned:
-        keys = tuned_segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, *outputs)
+        keys, scalars = tuned_segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, *outputs)
     else:
-        keys = _gradients_portable(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, *outputs, dvar, flags)
-    for part, total in zip(keys, (dB, dC), strict=True):
-        part_size, size, block = part[0, 0].numel(), total[0].numel(), 1024
-        reduce_heads[(triton.cdiv(size, block), batch)](
-            part, total, n_heads, part_size, size, BLOCK=block, FIRST=first, num_warps=4
+        keys, scalars = _gradients_portable(
+            x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, *outputs, dvar, flags
         )
+    part_size, size, block = keys[0, 0, 0].numel(), dkeys[0, 0].numel(), 1024
+    reduce_heads[(triton.cdiv(size, block), batch, 2)](
+        keys, dkeys, n_heads, part_size, size, BLOCK=block, FIRST=first, num_warps=4
+    )
+    return scalars
 
 
-def _gradients_portable(
-    x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dA, dbeta, dprior, segment, dvar, flags
-):
-    """Step 5 in plain Triton; returns dB and dC `[b, h, t, n]`."""
+def _gradients_portable(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dx, ddt, dbeta, segment, dvar, flags):
+    """Step 5 in plain Triton; returns dB and dC `[2, b, h, t, n]`, dA and dprior `[2, h]`."""
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], states.shape[2] - 1
     xT, betaT, dyT = (v.permute(0, 2, 3, 1).contiguous() for v in (x, beta, dy))
@@ -231,9 +234,7 @@ def _gradients_portable(
         *dt.stride(), *dx.stride()[:3], *ddt.stride(),
         time, heads, head_dim, blocks, batch * heads, BT=BT, BP=_power_of_two(head_dim), num_warps=4,
     )  # fmt: skip
-    dA.copy_(dA_part.sum((0, 2)))
-    dprior.copy_(dprior_part.sum((0, 1, 3)))
-    return keys
+    return keys, torch.stack((dA_part.sum((0, 2)), dprior_part.sum((0, 1, 3))))
 
 
 def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar):
@@ -241,7 +242,6 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
     groups, state_size = B.shape[2:]
     dx, dbeta = (torch.empty(x.shape, dtype=v.dtype, device=x.device) for v in (x, beta))
     ddt = torch.empty(dt.shape, dtype=torch.float32, device=x.device)
-    dA, dprior = torch.empty_like(A, dtype=torch.float32), torch.empty_like(I_prior, dtype=torch.float32)
     dinitial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     dB, dC = (torch.empty(B.shape, dtype=B.dtype, device=x.device) for _ in range(2))
     tuned = dvar is None and USE_TUNED and tuned_fits(x, beta, B)
@@ -256,20 +256,21 @@ def _backward(x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dva
     heads_per_group = heads // groups
     launches = triton.cdiv(heads_per_group, max(1, min(WORKSPACE_BYTES // per_head, MAX_GRID // batch)))
     step = triton.cdiv(heads_per_group, launches)
+    scalars = []
     for g in range(groups):
-        group_dB, group_dC = (
-            torch.empty(batch, time, state_size, dtype=torch.float32, device=x.device) for _ in range(2)
-        )
+        dkeys = torch.empty(2, batch, time, state_size, dtype=torch.float32, device=x.device)
         end = (g + 1) * heads_per_group
         for h0 in range(g * heads_per_group, end, step):
-            gradients = (dx, ddt, dA, group_dB, group_dC, dbeta, dprior, dinitial)
-            _backward_heads(
-                x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients,
-                slice(h0, min(h0 + step, end)), g, first=h0 == g * heads_per_group, tuned=tuned,
-                segment=segment,
-            )  # fmt: skip
-        dB[:, :, g] = group_dB
-        dC[:, :, g] = group_dC
+            gradients = (dx, ddt, dkeys, dbeta, dinitial)
+            scalars += [
+                _backward_heads(
+                    x, dt, A, B, C, beta, I_prior, initial_state, doc, dy, dfinal, dvar, gradients,
+                    slice(h0, min(h0 + step, end)), g, first=h0 == g * heads_per_group, tuned=tuned,
+                    segment=segment,
+                )
+            ]  # fmt: skip
+        dB[:, :, g], dC[:, :, g] = dkeys
+    dA, dprior = (torch.cat([v[i] for v in scalars]) for i in range(2))
     return dx, ddt, dA, dB, dC, dbeta, dprior, dinitial
 
 
