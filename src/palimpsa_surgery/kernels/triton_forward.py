@@ -89,41 +89,39 @@ def segment_states(
 
 
 @jit
-def pass_states(states, decay, NSEG, SIZE, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
-    """In place over slots of states [b, h, NSEG + 1, SIZE]: s[k + 1] += decay[k] s[k]; reversed, k and k + 1 swap."""
+def pass_states(
+    states, decay, NSEG, SIZE, BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr, ZERO: tl.constexpr
+):
+    """In place over slots of states [b, h, NSEG + 1, SIZE]: s[k + 1] += decay[k] s[k]; reversed, k and k + 1 swap.
+
+    ZERO: begin with zero, written too, instead of what the first slot holds.
+    """
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i_bh = tl.program_id(1).to(tl.int64)
     m = o < SIZE
     p = states + i_bh * (NSEG + 1) * SIZE + o
     p_decay = decay + i_bh * NSEG
+    last = i_bh * 0 + NSEG - 1
     step = SIZE
-    if REVERSE:
-        p = states + (i_bh * (NSEG + 1) + NSEG) * SIZE + o
-        step = -SIZE
     sign = 1
     if REVERSE:
-        p_decay += NSEG - 1
+        p += (last + 1) * SIZE
+        p_decay += last
+        step = -SIZE
         sign = -1
-    last = i_bh * 0 + NSEG - 1
-    b_s = tl.load(p, mask=m, other=0.0)
-    for k in range(0, NSEG, 4):  # four loads in flight: the loop waits for memory, not for arithmetic
-        m_1 = m & (o * 0 + k + 1 <= last)
-        m_2 = m & (o * 0 + k + 2 <= last)
-        m_3 = m & (o * 0 + k + 3 <= last)
-        b_0 = tl.load(p + step, mask=m, other=0.0)
-        b_1 = tl.load(p + 2 * step, mask=m_1, other=0.0)
-        b_2 = tl.load(p + 3 * step, mask=m_2, other=0.0)
-        b_3 = tl.load(p + 4 * step, mask=m_3, other=0.0)
-        b_0 += tl.load(p_decay + sign * k) * b_s
-        b_1 += tl.load(p_decay + sign * tl.minimum(k + 1, last)) * b_0
-        b_2 += tl.load(p_decay + sign * tl.minimum(k + 2, last)) * b_1
-        b_3 += tl.load(p_decay + sign * tl.minimum(k + 3, last)) * b_2
-        tl.store(p + step, b_0, mask=m)
-        tl.store(p + 2 * step, b_1, mask=m_1)
-        tl.store(p + 3 * step, b_2, mask=m_2)
-        tl.store(p + 4 * step, b_3, mask=m_3)
-        b_s = b_3
-        p += 4 * step
+    if ZERO:
+        b_s = tl.zeros([BLOCK], tl.float32)
+        tl.store(p, b_s, mask=m)
+    else:
+        b_s = tl.load(p, mask=m, other=0.0)
+    for k in range(0, NSEG, AHEAD):
+        slots = ()  # loads in flight: the loop waits for memory, not for arithmetic
+        for i in tl.static_range(AHEAD):
+            slots += (tl.load(p + (i + 1) * step, mask=m & (o * 0 + k + i <= last), other=0.0),)
+        for i in tl.static_range(AHEAD):
+            b_s = slots[i] + tl.load(p_decay + sign * tl.minimum(k + i, last)) * b_s
+            tl.store(p + (i + 1) * step, b_s, mask=m & (o * 0 + k + i <= last))
+        p += AHEAD * step
 
 
 @jit
