@@ -18,7 +18,7 @@ from .triton_jit import jit, tl, triton
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
 ADJOINT_REGISTERS = 168  # three warps a scheduler: 11.6 ms; without the bound 5% more, with 128 for four warps 14.1
-SPAN_BLOCK = 8  # sub-chunks of a program of `sum_spans`
+SPAN_BLOCK = 4  # sub-chunks of a program of `sum_spans`: one warp, eight lanes for each
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
 STATE_COPIES = 2 + BACKWARD_SEGMENT // SUB_CHUNK // 2
 ROW_VALUES = 6  # rows and spans: float32 values for each token and value row
@@ -79,6 +79,15 @@ def prepare_rows(
 
 
 @jit
+def _by_column(b_v, SUBS: tl.constexpr):
+    """[SUBS, 32 lanes (g, c)] as a [SUBS, g] for each c."""
+    b_even, b_odd = tl.split(tl.reshape(b_v, [SUBS, 8, 2, 2]))
+    b_0, b_2 = tl.split(b_even)
+    b_1, b_3 = tl.split(b_odd)
+    return b_0, b_1, b_2, b_3
+
+
+@jit
 def sum_spans(
     spans, dvx, dt, A, ddt, dA, dprior,
     dt_b, dt_t, dt_h, ddt_b, ddt_t, ddt_h, T, TP, H,
@@ -90,37 +99,38 @@ def sum_spans(
     h = i_bh % H
     sub = tl.program_id(0).to(tl.int64) * SUBS + tl.arange(0, SUBS)
     m_sub = (sub * 16 < T)[:, None]
-    lane = tl.arange(0, 32)
-    g = (lane // 4)[None, :]
-    c = (lane % 4)[None, :]
-    o_j = tl.arange(0, 16)
-    j = o_j[:, None]
-    p_s = spans + (i_bh * (TP // 16) + sub)[:, None] * (NW * 448) + lane[None, :]
-    b_q = tl.zeros([SUBS, 16, 32], tl.float32)
+    g = tl.arange(0, 8)[None, :]
+    p_s = spans + (i_bh * (TP // 16) + sub)[:, None] * (NW * 448) + tl.arange(0, 32)[None, :]
+    sums = ()
     for k in tl.static_range(14):
         b_k = tl.load(p_s + k * 32, mask=m_sub, other=0.0)
         for w in tl.static_range(1, NW):
             b_k += tl.load(p_s + w * 448 + k * 32, mask=m_sub, other=0.0)
-        if k < 6:  # from s to t
-            t = 2 * c + k % 2 + (8 if k >= 2 else 0)
-            m = (g + (8 if k >= 4 else 0) < j) & (j <= t)
-        elif k < 10:  # from the start to t
-            m = j <= 2 * c + k % 2 + (8 if k >= 8 else 0)
-        elif k < 12:  # from s to the end
-            m = g + (8 if k == 11 else 0) < j
-        else:
-            m = j + g + c >= 0
-        if k < 13:
-            b_q += tl.where(m[None, :, :], b_k[:, None, :], 0.0)
-        else:
-            tl.store(dprior + i_bh * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(b_k, 1), 0))
-    b_q = tl.sum(b_q, 2)  # d log alpha
-    t = sub[:, None] * 16 + o_j[None, :]
-    m_t = t < T
-    b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
-    b_ddt = tl.load(dvx + i_bh * TP + t, mask=m_t, other=0.0) - tl.load(A + h) * b_q
-    tl.store(ddt + b * ddt_b + t * ddt_t + h * ddt_h, b_ddt, mask=m_t)
-    tl.store(dA + i_bh * tl.num_programs(0) + tl.program_id(0), -tl.sum(tl.sum(b_dt * b_q, 1), 0))
+        sums += (_by_column(b_k, SUBS),)
+    i_part = i_bh * tl.num_programs(0) + tl.program_id(0)
+    b_k = sums[13][0] + sums[13][1] + sums[13][2] + sums[13][3]
+    tl.store(dprior + i_part, tl.sum(tl.sum(b_k, 1), 0))
+    # spans from s = g, from s = g + 8 and from the start, to j and later tokens, the end included
+    b_g = sums[10][0] + sums[10][1] + sums[10][2] + sums[10][3]
+    b_g8 = sums[11][0] + sums[11][1] + sums[11][2] + sums[11][3]
+    b_start = sums[12][0] + sums[12][1] + sums[12][2] + sums[12][3]
+    b_A = tl.load(A + h)
+    b_dA = tl.zeros([SUBS], tl.float32)
+    for j in tl.static_range(15, -1, -1):
+        b_g += sums[j % 2 + j // 8 * 2][j % 8 // 2]
+        b_start += sums[6 + j % 2 + j // 8 * 2][j % 8 // 2]
+        b_q = b_start + tl.where(g < j, b_g, 0.0)
+        if j >= 8:
+            b_g8 += sums[4 + j % 2][j % 8 // 2]
+            b_q += tl.where(g + 8 < j, b_g8, 0.0)
+        b_q = tl.sum(b_q, 1)  # d log alpha
+        t = sub * 16 + j
+        m_t = t < T
+        b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
+        b_dvx = tl.load(dvx + i_bh * TP + t, mask=m_t, other=0.0)
+        tl.store(ddt + b * ddt_b + t * ddt_t + h * ddt_h, b_dvx - b_A * b_q, mask=m_t)
+        b_dA -= b_dt * b_q
+    tl.store(dA + i_part, tl.sum(b_dA, 0))
 
 
 def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
@@ -183,8 +193,8 @@ def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, s
     return rows, decays, starts
 
 
-def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dA, dbeta, dprior, segment):
-    """Step 5 for heads of one group; returns dB and dC `[b, h, segments S, n]`."""
+def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dbeta, segment):
+    """Step 5 for heads of one group; returns dB and dC `[2, b, h, segments S, n]`, dA and dprior `[2, h]`."""
     batch, time, heads, _ = x.shape
     state_size, segments = B.shape[3], adjoints.shape[2] - 1
     rows, decays, starts = prepared
@@ -203,8 +213,6 @@ def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dA, 
     scalars = x.new_empty(2, batch, heads, blocks, dtype=torch.float32)
     sum_spans[(blocks, batch * heads)](
         spans, dvx, dt, A, ddt, *scalars, *dt.stride(), *ddt.stride(), time, padded, heads,
-        SUBS=SPAN_BLOCK, NW=NUM_WARPS, num_warps=4,
+        SUBS=SPAN_BLOCK, NW=NUM_WARPS, num_warps=1,
     )  # fmt: skip
-    dA.copy_(scalars[0].sum((0, 2)))
-    dprior.copy_(scalars[1].sum((0, 2)))
-    return keys
+    return keys, scalars.sum((1, 3))

@@ -314,9 +314,9 @@ def reduce_rows(
 
 @jit
 def reduce_heads(part, total, H, PART_SIZE, SIZE, BLOCK: tl.constexpr, FIRST: tl.constexpr):
-    """total [b, SIZE] (+)= sum over h of part [b, h, PART_SIZE], of which the first SIZE = t n count."""
+    """total [2, b, SIZE] (+)= sum over h of part [2, b, h, PART_SIZE], of which the first SIZE = t n count."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b = tl.program_id(1).to(tl.int64)
+    b = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     m = o < SIZE
     b_sum = tl.zeros([BLOCK], tl.float32)
     if not FIRST:

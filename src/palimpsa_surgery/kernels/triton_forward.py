@@ -22,11 +22,14 @@ def segment_states(
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Slot k + 1 of states [b, h, NSEG + 1, 2, p, n] = what segment k adds; decay [b, h, NSEG] = what it keeps."""
-    i_seg = tl.program_id(0).to(tl.int64)
-    i_bh = tl.program_id(1).to(tl.int64)
+    # heads lie side by side in memory, so programs that run together take the same tokens of many heads
     NBN = tl.cdiv(N, BN)
-    i_p = tl.program_id(2) // NBN
-    i_n = tl.program_id(2) % NBN
+    tiles = tl.cdiv(P, BP) * NBN
+    i_tile = tl.program_id(0) % tiles
+    i_p = i_tile // NBN
+    i_n = i_tile % NBN
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    i_seg = tl.program_id(1).to(tl.int64)
     b = i_bh // H
     h = i_bh % H
     o_t = tl.arange(0, BT)
@@ -36,85 +39,89 @@ def segment_states(
     m_n = o_n < N
     b_A = tl.load(A + h)
     t0 = i_seg * S
-    end = tl.minimum(t0 + S, T)
-    p_x = x + b * x_b + h * x_h + o_p[:, None] * x_p
-    p_beta = beta + b * beta_b + h * beta_h + o_p[:, None] * beta_p
-    p_B = B + b * B_b + (h // HPG) * B_g + o_n[None, :]
-    p_dt = dt + b * dt_b + h * dt_h
+    time = tl.minimum(S, T - t0).to(tl.int32)
+    end = t0 + time - 1  # tokens are taken from the last to the first
+    p_x = x + b * x_b + h * x_h + end * x_t
+    p_beta = beta + b * beta_b + h * beta_h + end * beta_t
+    p_B = B + b * B_b + (h // HPG) * B_g + end * B_t
+    p_dt = dt + b * dt_b + h * dt_h + end * dt_t
+    p_doc = doc + b * T + end
+    o_x = o_p[:, None] * x_p - o_t[None, :] * x_t
+    o_beta = o_p[:, None] * beta_p - o_t[None, :] * beta_t
+    o_B = o_n[None, :] - o_t[:, None] * B_t
     b_M = tl.zeros([BP, BN], tl.float32)
     b_I = tl.zeros([BP, BN], tl.float32)
-    b_keep = 1.0
-    b_before = 0
+    b_sum = 0.0  # log decay from the tokens still to come to the segment's end
+    b_last = 0
     if HAS_DOC:
-        b_before = tl.load(doc + b * T + tl.maximum(t0 - 1, 0))
-    for start in range(t0, end, BT):
-        t = start + o_t
-        m_t = t < end
-        b_dt = tl.load(p_dt + t * dt_t, mask=m_t, other=0.0)  # [BT]
-        b_log = -b_A * b_dt
-        # decay from token to the block's end, over the later tokens alone: the token's own may be larger by far
-        b_later = tl.load(p_dt + (t + 1) * dt_t, mask=(o_t + 1 < BT) & (t + 1 < end), other=0.0)
-        b_w = tl.exp(tl.cumsum(-b_A * b_later, 0, reverse=True))
-        b_pass = tl.exp(tl.sum(b_log, 0))
+        b_last = tl.load(p_doc)
+    for start in range(0, time, BT):
+        m_t = start + o_t < time
+        b_dt = tl.load(p_dt - o_t * dt_t, mask=m_t, other=0.0)  # [BT]
+        # decay from token to the segment's end, over the later tokens alone: the token's own may be larger by far
+        b_later = tl.load(p_dt - (o_t - 1) * dt_t, mask=m_t & (o_t > 0), other=0.0)
+        b_w = tl.exp(tl.cumsum(-b_A * b_later, 0) + b_sum)
+        b_sum -= b_A * tl.sum(b_dt, 0)
         if HAS_DOC:
-            b_doc = tl.load(doc + b * T + t, mask=m_t, other=-1)
-            b_last = tl.load(doc + b * T + tl.minimum(start + BT, end) - 1)
-            b_w = tl.where(b_doc == b_last, b_w, 0.0)
-            b_pass = tl.where(b_before == b_last, b_pass, 0.0)
-            b_before = b_last
-        b_x = tl.load(p_x + t[None, :] * x_t, mask=m_p[:, None] & m_t[None, :], other=0.0)  # [BP, BT]
-        b_beta = tl.load(p_beta + t[None, :] * beta_t, mask=m_p[:, None] & m_t[None, :], other=0.0)
-        b_B = tl.load(p_B + t[:, None] * B_t, mask=m_t[:, None] & m_n[None, :], other=0.0)  # [BT, BN]
+            b_w = tl.where(tl.load(p_doc - o_t, mask=m_t, other=-1) == b_last, b_w, 0.0)
+            p_doc -= BT
+        b_x = tl.load(p_x + o_x, mask=m_p[:, None] & m_t[None, :], other=0.0)  # [BP, BT]
+        b_beta = tl.load(p_beta + o_beta, mask=m_p[:, None] & m_t[None, :], other=0.0)
+        b_B = tl.load(p_B + o_B, mask=m_t[:, None] & m_n[None, :], other=0.0)  # [BT, BN]
         b_Bf = b_B.to(tl.float32)
         b_v = (b_x.to(tl.float32) * (b_dt * b_w)[None, :]).to(DOT)
         b_u = (b_beta.to(tl.float32) * b_w[None, :]).to(DOT)
-        b_M = tl.dot(b_v, b_B.to(DOT), acc=b_M * b_pass, input_precision=PRECISION)
-        b_I = tl.dot(b_u, (b_Bf * b_Bf).to(DOT), acc=b_I * b_pass, input_precision=PRECISION)
-        b_keep *= b_pass
+        b_M = tl.dot(b_v, b_B.to(DOT), acc=b_M, input_precision=PRECISION)
+        b_I = tl.dot(b_u, (b_Bf * b_Bf).to(DOT), acc=b_I, input_precision=PRECISION)
+        p_x -= BT * x_t
+        p_beta -= BT * beta_t
+        p_B -= BT * B_t
+        p_dt -= BT * dt_t
     p_s = states + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
     m_s = m_p[:, None] & m_n[None, :]
     tl.store(p_s, b_M, mask=m_s)
     tl.store(p_s + P * N, b_I, mask=m_s)
-    if tl.program_id(2) == 0:
+    if i_tile == 0:
+        b_keep = tl.exp(b_sum)
+        if HAS_DOC:
+            b_keep = tl.where(tl.load(doc + b * T + tl.maximum(t0 - 1, 0)) == b_last, b_keep, 0.0)
         tl.store(decay + i_bh * NSEG + i_seg, b_keep)
 
 
 @jit
-def pass_states(states, decay, NSEG, SIZE, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
-    """In place over slots of states [b, h, NSEG + 1, SIZE]: s[k + 1] += decay[k] s[k]; reversed, k and k + 1 swap."""
+def pass_states(
+    states, decay, NSEG, SIZE, BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr, ZERO: tl.constexpr
+):
+    """In place over slots of states [b, h, NSEG + 1, SIZE]: s[k + 1] += decay[k] s[k]; reversed, k and k + 1 swap.
+
+    ZERO: begin with zero, written too, instead of what the first slot holds.
+    """
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i_bh = tl.program_id(1).to(tl.int64)
     m = o < SIZE
     p = states + i_bh * (NSEG + 1) * SIZE + o
     p_decay = decay + i_bh * NSEG
+    last = i_bh * 0 + NSEG - 1
     step = SIZE
-    if REVERSE:
-        p = states + (i_bh * (NSEG + 1) + NSEG) * SIZE + o
-        step = -SIZE
     sign = 1
     if REVERSE:
-        p_decay += NSEG - 1
+        p += (last + 1) * SIZE
+        p_decay += last
+        step = -SIZE
         sign = -1
-    last = i_bh * 0 + NSEG - 1
-    b_s = tl.load(p, mask=m, other=0.0)
-    for k in range(0, NSEG, 4):  # four loads in flight: the loop waits for memory, not for arithmetic
-        m_1 = m & (o * 0 + k + 1 <= last)
-        m_2 = m & (o * 0 + k + 2 <= last)
-        m_3 = m & (o * 0 + k + 3 <= last)
-        b_0 = tl.load(p + step, mask=m, other=0.0)
-        b_1 = tl.load(p + 2 * step, mask=m_1, other=0.0)
-        b_2 = tl.load(p + 3 * step, mask=m_2, other=0.0)
-        b_3 = tl.load(p + 4 * step, mask=m_3, other=0.0)
-        b_0 += tl.load(p_decay + sign * k) * b_s
-        b_1 += tl.load(p_decay + sign * tl.minimum(k + 1, last)) * b_0
-        b_2 += tl.load(p_decay + sign * tl.minimum(k + 2, last)) * b_1
-        b_3 += tl.load(p_decay + sign * tl.minimum(k + 3, last)) * b_2
-        tl.store(p + step, b_0, mask=m)
-        tl.store(p + 2 * step, b_1, mask=m_1)
-        tl.store(p + 3 * step, b_2, mask=m_2)
-        tl.store(p + 4 * step, b_3, mask=m_3)
-        b_s = b_3
-        p += 4 * step
+    if ZERO:
+        b_s = tl.zeros([BLOCK], tl.float32)
+        tl.store(p, b_s, mask=m)
+    else:
+        b_s = tl.load(p, mask=m, other=0.0)
+    for k in range(0, NSEG, AHEAD):
+        slots = ()  # loads in flight: the loop waits for memory, not for arithmetic
+        for i in tl.static_range(AHEAD):
+            slots += (tl.load(p + (i + 1) * step, mask=m & (o * 0 + k + i <= last), other=0.0),)
+        for i in tl.static_range(AHEAD):
+            b_s = slots[i] + tl.load(p_decay + sign * tl.minimum(k + i, last)) * b_s
+            tl.store(p + (i + 1) * step, b_s, mask=m & (o * 0 + k + i <= last))
+        p += AHEAD * step
 
 
 @jit
