@@ -47,13 +47,41 @@ def test_other_lengths_and_heads_compile_nothing_anew(tuned, launched, monkeypat
         x, dt, A, B, C, beta, I_prior, _ = (
             v[:, :time].clone() if v is not None and v.ndim > 2 else v for v in data.arguments.values()
         )
-        D = torch.zeros(16)
+        D = torch.zeros(17)[time % 2 :][:16]
         triton_scan._forward(x, dt, A, B, C, beta, I_prior, D, None, None, False)
         triton_scan._backward(x, dt, A, B, C, beta, I_prior, D, None, None, data.dy[:, :time], None, None)
     found = launched()
     assert len(found) >= 7
     twice = ("pass_states", "reduce_heads")  # forwards and backwards; the first heads and those that follow
     assert found == {name: 2 if name.endswith(twice) else 1 for name in found}
+
+
+def test_the_tuned_kernels_take_bfloat16_alone(monkeypatch):
+    """They read x and beta as pairs of it."""
+    monkeypatch.setattr(hopper_scan, "AVAILABLE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x, beta, B = (torch.zeros(1, 2, *sizes, dtype=torch.bfloat16) for sizes in ((3, 64), (3, 64), (1, 128)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert hopper_scan.fits(x, beta, B)
+    assert not hopper_scan.fits(x, beta.float(), B)
+    assert not hopper_scan.fits(x.half(), beta, B)
+
+
+def test_pairs_are_copied_where_addresses_do_not_allow_them():
+    flat = torch.arange(2 * 3 * 4 * 64 + 1).bfloat16()
+    for v in (flat[1:].view(2, 3, 4, 64), flat[:-1].view(2, 3, 4, 64), torch.ones(1, 1, 1, 65).bfloat16()[..., :64]):
+        assert torch.equal(hopper_scan._pairs(v).view(torch.bfloat16), v)
+
+
+def test_tokens_far_apart_are_copied(monkeypatch):
+    """Offsets within a segment have 32 bits."""
+    taken = []
+    monkeypatch.setattr(triton_scan, "_scan_op", lambda *given: taken.extend(given) or given[:3])
+    x = torch.empty(1, device="meta").as_strided((1, 7, 2, 8), (0, 2**23, 8, 1))
+    triton_scan.palimpsa_scan_triton(x, x[..., 0], x[0, 0, :, 0], x[:, :, :1], x[:, :, :1], x, x[0, 0, :, 0])
+    strides = [v.stride(1) for v in taken if v is not None and not isinstance(v, bool) and v.ndim > 2]
+    assert len(strides) == 5
+    assert max(strides) < 2**20
 
 
 def test_other_numbers_of_rows_compile_no_norm_anew(launched):

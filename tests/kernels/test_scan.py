@@ -207,7 +207,7 @@ def test_mamba_ssm_gets_pieces_that_its_offsets_reach(final, packed, monkeypatch
         return (y + D[:, None] * x, state) if return_final_states else y + D[:, None] * x
 
     monkeypatch.setattr(scan, "kernels_take", lambda *_: True)
-    monkeypatch.setattr(mamba2_kernels, "_kernels", lambda: {"scan": kernel})
+    monkeypatch.setattr(mamba2_kernels, "_kernels", lambda: {"scan": kernel, "version": "2.3.2"})
     monkeypatch.setattr(mamba2_kernels, "REACH", 300)
     actual = ssd_scan(x, dt, A, B, C, **given, chunk_size=4)
     assert max(reached) < 300 < x.numel()
@@ -371,6 +371,22 @@ def test_bad_input_of_a_step_names_the_argument(index, spoil, message):
     if index not in (5, 6, 7):
         with pytest.raises(ValueError, match=message):
             ssd_step(*token[:5], token[7][:, :, 0], token[8])
+
+
+@pytest.mark.parametrize(
+    ("D", "message"),
+    [
+        (torch.ones(4, 1), r"D must have shape \(4,\), got \(4, 1\)"),
+        (torch.ones(4, device="meta"), "D must be on cpu like x, got meta"),
+        (torch.ones(4, dtype=torch.long), "D must be .*float32.*, got torch.int64"),
+    ],
+    ids=["shape", "device", "type"],
+)
+def test_bad_skips_are_refused(D, message):
+    inputs = random_inputs()[:7]
+    for call, given in ((palimpsa_scan, inputs), (ssd_scan, inputs[:5])):
+        with pytest.raises(ValueError, match=message):
+            call(*given, D=D)
 
 
 def test_a_mamba2_step_refuses_a_palimpsa_state():

@@ -45,7 +45,7 @@ from palimpsa_surgery.kernels.triton_step import palimpsa_step_triton
 torch.set_num_threads(1)
 triton_scan.FORWARD_SEGMENT, triton_scan.BACKWARD_SEGMENT, triton_scan.WORKSPACE_BYTES = 16, 32, 1
 triton_scan.MAX_GRID = 3
-triton_conv.BQ, triton_conv.R = 16, 4
+triton_conv.BQ, triton_conv.R = 8, 8
 
 empty = torch.empty
 def poisoned(*arguments, **options):

@@ -138,7 +138,7 @@ def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
     return (
         AVAILABLE
         and x.is_cuda
-        and x.dtype == torch.bfloat16
+        and x.dtype == beta.dtype == torch.bfloat16
         and x.stride(-1) == 1
         and beta.stride(-1) == 1
         and B.shape[3] == STATE_SIZE
@@ -150,7 +150,7 @@ def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
 def _pairs(v: Tensor) -> Tensor:
     """The last axis as int32 pairs of bfloat16, without a copy where its addresses allow."""
     if v.data_ptr() % 4 or any(stride % 2 for stride in v.stride()[:-1]):
-        v = v.contiguous()
+        v = v.clone(memory_format=torch.contiguous_format)
     return v.view(torch.int32)
 
 

@@ -24,6 +24,7 @@ REACH = 2**31
 @functools.cache
 def _kernels() -> dict[str, Any] | None:
     try:
+        from mamba_ssm import __version__
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except Exception as error:  # a source install without its compiled module fails in many ways
@@ -33,13 +34,23 @@ def _kernels() -> dict[str, Any] | None:
             error,
         )
         return None
-    return {"scan": mamba_chunk_scan_combined, "step": selective_state_update}
+    return {"scan": mamba_chunk_scan_combined, "step": selective_state_update, "version": __version__}
 
 
 @torch.compiler.assume_constant_result
 def mamba_ssm_imports() -> bool:
     """Whether `mamba_ssm`'s kernels are there; warns once when the package is absent or half installed."""
     return _kernels() is not None
+
+
+@torch.compiler.assume_constant_result
+def mamba_ssm_adds_skip() -> bool:
+    """Whether its scan may get D.
+
+    In versions before 2.3.0 the programs that share a head overwrite each other's parts of D's gradient.
+    """
+    major, minor = (int(part) for part in _kernels()["version"].split(".")[:2])
+    return (major, minor) >= (2, 3)
 
 
 @torch.compiler.disable
@@ -57,6 +68,7 @@ def ssd_scan_mamba_ssm(
 ) -> tuple[Tensor, Tensor | None]:
     """`scan.ssd_scan`, which validates and says what the arguments mean, by `mamba_ssm`."""
     documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
+    D = None if D is None else D.contiguous()  # its backward pass asks for that
     scan = functools.partial(_kernels()["scan"], A=-A, D=D, chunk_size=chunk_size)
     return _in_reach(scan, (x, dt, B, C, documents), initial_state, chunk_size, return_final_state)
 
@@ -128,7 +140,7 @@ def _step_alone(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: T
 
 
 _step_op = torch.library.custom_op(f"{NAMESPACE}::ssd_step", _step_alone, mutates_args=("state",))
-_step_op.register_fake(lambda x, dt, A, B, C, state, D: x.new_empty(x.shape))
+_step_op.register_fake(lambda x, dt, A, B, C, state, D: torch.empty_like(x))
 
 
 def ssd_step_mamba_ssm(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .chunked import palimpsa_scan_chunked
 from .hopper_scan import AVAILABLE as GLUON_AVAILABLE
-from .mamba2_kernels import mamba_ssm_imports, ssd_scan_mamba_ssm, ssd_step_mamba_ssm
+from .mamba2_kernels import mamba_ssm_adds_skip, mamba_ssm_imports, ssd_scan_mamba_ssm, ssd_step_mamba_ssm
 from .ssd import ssd_scan_chunked
 from .triton_jit import kernels_take, triton
 from .triton_scan import palimpsa_scan_triton
@@ -155,9 +155,13 @@ def ssd_scan(
     _check("D", D, (x.shape[2],), x, FLOATS)
     _check("initial_state", initial_state, (x.shape[0], x.shape[2], x.shape[3], B.shape[3]), x, FLOATS)
     seq_idx = _documents(seq_idx, None, x)
-    if kernels_take(x, A) and mamba_ssm_imports():
-        return ssd_scan_mamba_ssm(x, dt, A, B, C, D, initial_state, seq_idx, return_final_state, chunk_size)
-    y, final_state = ssd_scan_chunked(x, dt, A, B, C, initial_state, seq_idx, return_final_state)
+    given = (initial_state, seq_idx, return_final_state)
+    if not (kernels_take(x, A) and mamba_ssm_imports()):
+        y, final_state = ssd_scan_chunked(x, dt, A, B, C, *given)
+    elif mamba_ssm_adds_skip():
+        return ssd_scan_mamba_ssm(x, dt, A, B, C, D, *given, chunk_size)
+    else:
+        y, final_state = ssd_scan_mamba_ssm(x, dt, A, B, C, None, *given, chunk_size)
     return _with_skip(y, x, D), final_state
 
 

@@ -16,7 +16,7 @@ OPTIONS = {
         *("T", "TP", "NSEG", "H", "HPG", "BATCH", "PART_ROWS", "dt_b", "ddt_b"),
         *("NT", "in_b", "in_t", "tail_b", "tail_d", "tail_k", "doc_b", "doc_t"),
     ),
-    "do_not_specialize_on_alignment": ("dt", "A", "prior", "doc", "ddt", "dA", "dprior", "tail"),
+    "do_not_specialize_on_alignment": (*("dt", "A", "prior", "skip", "doc", "ddt", "dA", "dprior", "dskip", "tail"),),
 }
 
 try:

@@ -28,7 +28,8 @@ The backward pass saves nothing but the inputs. It runs 1 and 2 again, with shor
    from s < r to t ≥ r, D (dt x Q + beta Q_I); from the start to t ≥ r, decay (Z M_start + Z_I Ibar_start); from s < r
    to the end, decay (dt x B E_M + beta B² E_I); from the start to the end, decay (E_M M_start + E_I Ibar_start).
 
-A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by.
+A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by, but
+on Hopper products of decays that are at least 2^-16.
 Sums over heads, key blocks and time go through float32 partial results and a fixed order: results are deterministic.
 The launches of the backward pass take a few heads at a time, which bounds its memory.
 """
@@ -69,6 +70,8 @@ WARPS = {torch.float32: 4}
 # Bytes of temporary tensors that a launch of the backward pass may take. Six heads at a time, whose 768 programs of
 # the gradient kernel are 2.9 waves, take 0.8 ms less than four (1.9 waves); the pass as a whole takes 1.93 GiB.
 WORKSPACE_BYTES = 1024 * 2**20
+# Elements from a token to the next beyond which inputs are copied: offsets within a forward segment have 32 bits.
+MAX_STRIDE = 2**31 // FORWARD_SEGMENT - 1
 # Rows of the batch times heads in a launch: CUDA's limit for the second and third axis of a grid
 MAX_GRID = 65535
 # Whether `hopper_scan.py` is used where it fits; tests turn it off to reach the portable kernels.
@@ -408,6 +411,7 @@ def palimpsa_scan_triton(
     """
     documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
     B, C = (v if v.stride(-1) == 1 else v.contiguous() for v in (B, C))
+    x, dt, B, C, beta = (v if v is None or v.stride(1) <= MAX_STRIDE else v.contiguous() for v in (x, dt, B, C, beta))
     dt = dt.float()
     A, I_prior, D = (None if v is None else v.float().contiguous() for v in (A, I_prior, D))
     y, final_state, variance = _scan_op(x, dt, A, B, C, beta, I_prior, D, initial_state, documents, return_variance)
