@@ -24,7 +24,7 @@ class Register(np.ndarray):
     """A register of each thread, with the methods of a Gluon tensor."""
 
     def to(self, dtype, bitcast=False):
-        return np.ascontiguousarray(self).view(dtype) if bitcast else self.astype(dtype)
+        return np.ascontiguousarray(self).view(dtype).view(Register) if bitcast else self.astype(dtype)
 
     def __iadd__(self, other):
         return self + other
@@ -174,12 +174,16 @@ class Machine:
             "shared_base": lambda zero: zero,
             "load4": lambda address: tuple(register(self.shared.read(address + i)) for i in (0, 4, 8, 12)),
             "load4_bits": lambda address: tuple(self._word(address + i) for i in (0, 4, 8, 12)),
+            "load2_bits": lambda address: tuple(self._word(address + i) for i in (0, 4)),
             "load1": lambda address: register(self.shared.read(address)),
             "load1_bits": self._word,
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
             "copy_async": self._copy_async,
             "wait_async": lambda zero: self.shared.wait(),
+            "copy_word": self._copy_word,
+            "wait_words": lambda zero: self.shared.wait(),
+            "store2_global": self._store2_global,
             "reciprocal": lambda x: register(np.float32(1) / x),
             "pack": pack,
             "times": self._times,
@@ -190,6 +194,8 @@ class Machine:
             "mma8": lambda a0, a1, b0, acc: self._mma((a0, a1), (b0,), acc),
             "load_scalar": self._scalar,
             "upper": self._upper,
+            "beyond": lambda v: register(v - (float_bits(v) & np.uint32(0xFFFF0000)).view(np.float32)),
+            "twice": lambda pair, second: pack(*2 * (np.where(second, *unpack(pair)[::-1]),)),
             "from_lane": lambda x, lane: register(x[32 * self.warp + lane % 32]),
             "_lane_xor": lambda x, distance: register(x[np.arange(self.threads) ^ distance]),
         }
@@ -239,6 +245,16 @@ class Machine:
         for i in range(4):
             words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]
             self.shared.write(address + 4 * i, words.numpy().view(np.float32), copy=True)
+
+    def _copy_word(self, address, source: Pointer):
+        assert (np.asarray(source.offset) >= 0).all()
+        word = source.flat[torch.from_numpy(np.broadcast_to(source.offset, self.threads).copy())]
+        self.shared.write(address, word.numpy().view(np.float32), copy=True)
+
+    def _store2_global(self, address: Pointer, a, b):
+        assert (np.asarray(address.offset) % 2 == 0).all()
+        self._store(address, a)
+        self._store(address + 1, b)
 
     @staticmethod
     def _times(a, b):
@@ -294,8 +310,8 @@ def load_kernels() -> tuple[Kernel, Kernel, Kernel]:
     present = sys.modules.get("triton.experimental")
     sys.modules |= {package.__name__: package, "triton.experimental": None}
     try:
-        names = ("hopper_lanes", "hopper_rows", "hopper_gradients", "hopper_adjoints", "hopper_read_out")
-        modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+        names = ("lanes", "rows", "scaled", "gradients", "adjoints", "read_out")
+        modules = [importlib.import_module(f"{package.__name__}.hopper_{name}") for name in names]
     finally:
         if present is None:
             del sys.modules["triton.experimental"]

@@ -1,17 +1,7 @@
-"""The read-out of `triton_scan.py` (step 3) for Hopper: states in accumulators, which one product a token updates.
+"""The read-out of `triton_scan.py` (step 3) for Hopper: states as in `hopper_scaled.py`, read out after each token.
 
-With c the product of the decays since the state was last rescaled, M / c and I / c do not decay, and their quotient is
-M / I. A token adds v B to the one and u B² + dq to the other, with v = dt x / c, u = beta / c and dq by how much
-q = I_prior / c has grown. Both sums are products of depth 8 of bfloat16, in parts that make up for the short type: B
-has it already, S = B² is two of them, v three.
-
-    k             0     1     2     3     4     5     6     7
-    keys          S_0   S_1   S_0   B     B     1     1     B
-    rows for M                      v_0   v_1               v_2
-    rows for I    u_0   u_0   u_1               dq_0  dq_1
-
-A program takes a segment and a head, a warp 16 value rows and all keys. The operands of 16 tokens are prepared in
-shared memory. y errs by 1e-6 to 4e-6 before it is rounded: a product cuts its sum off instead of rounding it.
+A program takes a segment and a head, a warp 16 value rows and all keys. y errs by 1e-6 to 4e-6 before it is rounded: a
+product cuts its sum off instead of rounding it.
 """
 
 from .hopper_lanes import (
@@ -24,44 +14,18 @@ from .hopper_lanes import (
     load4_bits,
     load_scalar,
     low,
-    mma8,
     pack,
     reciprocal,
-    scaled,
     shared_base,
     store4,
-    upper,
 )
+from .hopper_scaled import load_block, prior_parts, scaled4, scales, store_keys, store_rows, update
 
 # In shared memory, in bytes: first the keys' operands [16 tokens, 2048], then C [16, 512], for each of four warps the
 # rows' operands [16, 512], in whose place a token's sums over a lane's keys are left, and scalars.
 C_AT = gl.constexpr(32768)
 ROWS_AT = gl.constexpr(40960)
 SCALARS_AT = gl.constexpr(73728)
-LEAST = gl.constexpr(2.0**-16)  # c never falls below: importances up to 1e14 leave their products finite
-
-
-@jit
-def _scales(a, before, q_before, prior, lane):
-    """Of 16 tokens with decays a, one a lane: what rescales the state before each, 1 / c and dq; the last c and q.
-
-    `each`: the tokens keep so little that each rescales the state, by its decay alone. Otherwise the first does, by the
-    c of `before`, unless the state can go on as it is.
-    """
-    t = lane % 16
-    c = a
-    for i in gl.static_range(4):
-        c = gl.where(t >= 1 << i, c * from_lane(c, lane - (1 << i)), c)
-    total = from_lane(c, lane * 0 + 15)
-    as_it_is = before * total >= LEAST
-    each = (total < LEAST) & (as_it_is == 0)
-    rescale = gl.where(each, a, 1.0)
-    rescale = gl.where((t == 0) & (as_it_is == 0), rescale * before, rescale)
-    c = gl.where(each, 1.0, gl.where(as_it_is, before * c, c))
-    r = reciprocal(c)
-    q = prior * r
-    dq = q - rescale * gl.where(t == 0, q_before, from_lane(q, lane - 1))
-    return each, rescale, r, dq, from_lane(c, lane * 0 + 15), from_lane(q, lane * 0 + 15)
 
 
 @jit
@@ -95,75 +59,9 @@ def _operands(
 
 
 @jit
-def _square(S):
-    """Both parts of the square of a bfloat16, which are exact."""
-    return upper(S, S - high(S.to(gl.int32, bitcast=True)))
-
-
-@jit
-def _store_keys(a_keys, a_C, keys, one):
-    """A token's operands for four keys, one word for each at the addresses for c = 0 to 3, and their C."""
-    b0, b1, c0, c1 = keys
-    B = (low(b0), high(b0), low(b1), high(b1))
-    S = (B[0] * B[0], B[1] * B[1], B[2] * B[2], B[3] * B[3])
-    store4(a_keys[0], (_square(S[0]), _square(S[1]), _square(S[2]), _square(S[3])))
-    store4(a_keys[1], (upper(S[0], B[0]), upper(S[1], B[1]), upper(S[2], B[2]), upper(S[3], B[3])))
-    store4(a_keys[2], (upper(B[0], one), upper(B[1], one), upper(B[2], one), upper(B[3], one)))
-    store4(a_keys[3], (upper(one, B[0]), upper(one, B[1]), upper(one, B[2]), upper(one, B[3])))
-    store4(a_C, (low(c0), high(c0), low(c1), high(c1)))
-
-
-@jit
-def _store_rows(a_rows, rows, v_scale, u_scale, dq_0, dq_1, zero):
-    """A token's operands for two rows, for M and then for I, at the addresses for c = 0 to 3."""
-    x, beta = rows
-    va = low(x) * v_scale
-    vb = high(x) * v_scale
-    ua = low(beta) * u_scale
-    ub = high(beta) * u_scale
-    v = pack(va, vb)
-    u = pack(ua, ub)
-    u_0a = low(u)
-    u_0b = high(u)
-    va -= low(v)
-    vb -= high(v)
-    v_1a = pack(va, zero)
-    v_1b = pack(vb, zero)
-    v_2a = pack(zero, va - low(v_1a)).to(gl.float32, bitcast=True)
-    v_2b = pack(zero, vb - low(v_1b)).to(gl.float32, bitcast=True)
-    v_1a = v_1a.to(gl.float32, bitcast=True)
-    v_1b = v_1b.to(gl.float32, bitcast=True)
-    u_1a = pack(ua - u_0a, zero).to(gl.float32, bitcast=True)
-    u_1b = pack(ub - u_0b, zero).to(gl.float32, bitcast=True)
-    store4(a_rows[0], (zero, zero, upper(u_0a, u_0a), upper(u_0b, u_0b)))
-    store4(a_rows[1], (low(v), high(v), u_1a, u_1b))
-    store4(a_rows[2], (v_1a, v_1b, dq_0, dq_0))
-    store4(a_rows[3], (v_2a, v_2b, dq_1, dq_1))
-
-
-@jit
 def _pair(y, M, I, k: gl.constexpr, C0, C1):
     """y plus the read-out of two keys, which share a reciprocal."""
     return y + (M[k] * C0 * I[k + 2] + M[k + 2] * C1 * I[k]) * reciprocal(I[k] * I[k + 2])
-
-
-@jit
-def _update(a_keys, rows, M, I):
-    """A token's product with 32 keys: their M and I of 16 rows."""
-    k = load4_bits(a_keys)
-    M = (
-        mma8(k[0], k[1], rows[0], M[0]),
-        mma8(k[0], k[1], rows[1], M[1]),
-        mma8(k[2], k[3], rows[0], M[2]),
-        mma8(k[2], k[3], rows[1], M[3]),
-    )
-    I = (
-        mma8(k[0], k[1], rows[2], I[0]),
-        mma8(k[0], k[1], rows[3], I[1]),
-        mma8(k[2], k[3], rows[2], I[2]),
-        mma8(k[2], k[3], rows[3], I[3]),
-    )
-    return M, I
 
 
 @jit
@@ -183,12 +81,12 @@ def _token(a_keys, a_C, a_rows, M, I, zero):
     """A token's update and read-out; its sums over a lane's keys are left in place of the rows' operands."""
     rows = load4_bits(a_rows)
     y = (zero, zero, zero, zero)
-    M0, I0 = _update(a_keys, rows, M[0], I[0])
-    M1, I1 = _update(a_keys + 512, rows, M[1], I[1])
+    M0, I0 = update(a_keys, rows, M[0], I[0])
+    M1, I1 = update(a_keys + 512, rows, M[1], I[1])
     y = _read(a_C, M0, I0, y)
-    M2, I2 = _update(a_keys + 1024, rows, M[2], I[2])
+    M2, I2 = update(a_keys + 1024, rows, M[2], I[2])
     y = _read(a_C + 128, M1, I1, y)
-    M3, I3 = _update(a_keys + 1536, rows, M[3], I[3])
+    M3, I3 = update(a_keys + 1536, rows, M[3], I[3])
     y = _read(a_C + 256, M2, I2, y)
     y = _read(a_C + 384, M3, I3, y)
     store4(a_rows, y)
@@ -200,22 +98,22 @@ def _two_tokens(a_keys, a_C, a_rows, M, I, zero):
     """`_token` twice, where the second's update begins before the first is read out."""
     rows = load4_bits(a_rows)
     y = (zero, zero, zero, zero)
-    M0, I0 = _update(a_keys, rows, M[0], I[0])
-    M1, I1 = _update(a_keys + 512, rows, M[1], I[1])
+    M0, I0 = update(a_keys, rows, M[0], I[0])
+    M1, I1 = update(a_keys + 512, rows, M[1], I[1])
     y = _read(a_C, M0, I0, y)
-    M2, I2 = _update(a_keys + 1024, rows, M[2], I[2])
+    M2, I2 = update(a_keys + 1024, rows, M[2], I[2])
     y = _read(a_C + 128, M1, I1, y)
-    M3, I3 = _update(a_keys + 1536, rows, M[3], I[3])
+    M3, I3 = update(a_keys + 1536, rows, M[3], I[3])
     y = _read(a_C + 256, M2, I2, y)
     rows = load4_bits(a_rows + 512)
-    M0, I0 = _update(a_keys + 2048, rows, M0, I0)
+    M0, I0 = update(a_keys + 2048, rows, M0, I0)
     y = _read(a_C + 384, M3, I3, y)
-    M1, I1 = _update(a_keys + 2560, rows, M1, I1)
+    M1, I1 = update(a_keys + 2560, rows, M1, I1)
     z = _read(a_C + 512, M0, I0, (zero, zero, zero, zero))
     store4(a_rows, y)
-    M2, I2 = _update(a_keys + 3072, rows, M2, I2)
+    M2, I2 = update(a_keys + 3072, rows, M2, I2)
     z = _read(a_C + 640, M1, I1, z)
-    M3, I3 = _update(a_keys + 3584, rows, M3, I3)
+    M3, I3 = update(a_keys + 3584, rows, M3, I3)
     z = _read(a_C + 768, M2, I2, z)
     z = _read(a_C + 896, M3, I3, z)
     store4(a_rows + 512, z)
@@ -223,34 +121,18 @@ def _two_tokens(a_keys, a_C, a_rows, M, I, zero):
 
 
 @jit
-def _scaled4(V, factor):
-    return (scaled(V[0], factor), scaled(V[1], factor), scaled(V[2], factor), scaled(V[3], factor))
-
-
-@jit
 def _rescaled(V, factor):
-    return (_scaled4(V[0], factor), _scaled4(V[1], factor), _scaled4(V[2], factor), _scaled4(V[3], factor))
-
-
-@jit
-def _fragment(p, initial):
-    """Two keys and rows p and p + 2 of a state [p, n]."""
-    return (
-        gl.load(p) + initial,
-        gl.load(p + 256) + initial,
-        gl.load(p + 1) + initial,
-        gl.load(p + 257) + initial,
-    )
+    return (scaled4(V[0], factor), scaled4(V[1], factor), scaled4(V[2], factor), scaled4(V[3], factor))
 
 
 @jit
 def _start(p, initial):
-    """32 keys of a state [p, n], from the address of the lane's first row and key."""
+    """All keys of a state [p, n], from the address of the lane's first row and key."""
     return (
-        _fragment(p, initial),
-        _fragment(p + 128, initial),
-        _fragment(p + 2, initial),
-        _fragment(p + 130, initial),
+        load_block(p, 1, initial),
+        load_block(p + 32, 1, initial),
+        load_block(p + 64, 1, initial),
+        load_block(p + 96, 1, initial),
     )
 
 
@@ -310,9 +192,8 @@ def read_out(
     a_sums = base + ROWS_AT + warp * 8192 + lane * 128  # of a token and four rows, from eight lanes
 
     p_s = states + (i_bh * (NSEG + 1) + gl.program_id(0)) * (2 * P * N) + ((warp * 16 + 4 * c) * N + 4 * g)
-    M = (_start(p_s, 0.0), _start(p_s + 32, 0.0), _start(p_s + 64, 0.0), _start(p_s + 96, 0.0))
-    p_s += P * N
-    I = (_start(p_s, b_prior), _start(p_s + 32, b_prior), _start(p_s + 64, b_prior), _start(p_s + 96, b_prior))
+    M = _start(p_s, 0.0)
+    I = _start(p_s + P * N, b_prior)
     b_c = zero + 1.0
     b_q = zero + b_prior
     ahead = _operands(
@@ -320,24 +201,24 @@ def read_out(
     )
     for start in range(0, steps, 16):
         b_dt, keep, keys, rows = ahead
-        each, rescale, r, dq, b_c, b_q = _scales(gl.exp(-b_A * b_dt) * keep, b_c, b_q, b_prior, lane)
+        each, rescale, r, dq, b_c, b_q, _ = scales(gl.exp(-b_A * b_dt) * keep, b_c, b_q, b_prior, lane)
         v_scale = b_dt * r
         r = gl.where(start + lane % 16 < steps, r, 0.0)
-        dq_0 = pack(zero, dq)
-        dq -= high(dq_0)
-        dq_1 = pack(dq, zero).to(gl.float32, bitcast=True)
-        dq_0 = dq_0.to(gl.float32, bitcast=True)
+        dq_0, dq_1 = prior_parts(dq, zero)
         shared.index(144).store(rescale)
         shared.index(145).store(gl.where(each, 16.0, 0.0))
         shared.index(146).store(gl.where(each | (rescale == 1.0), 0.0, 1.0))
         for i in gl.static_range(4):
             a = w_keys + i * 8192
-            _store_keys(
-                (a + o_write[0], a + o_write[1], a + o_write[2], a + o_write[3]), w_C + i * 2048, keys[i], zero + 1.0
-            )
+            b0, b1, c0, c1 = keys[i]
+            store_keys(
+                (a + o_write[0], a + o_write[1], a + o_write[2], a + o_write[3]),
+                (low(b0), high(b0), low(b1), high(b1)), zero + 1.0,
+            )  # fmt: skip
+            store4(w_C + i * 2048, (low(c0), high(c0), low(c1), high(c1)))
             a = w_rows + i * 2048
             t = lane // 8 + 4 * i
-            _store_rows(
+            store_rows(
                 (a + o_write[0], a + o_write[1], a + o_write[2], a + o_write[3]), rows[i],
                 from_lane(v_scale, t), from_lane(r, t), from_lane(dq_0, t), from_lane(dq_1, t), zero,
             )  # fmt: skip

@@ -17,7 +17,8 @@ from .triton_jit import jit, tl, triton
 # Tokens a segment in the backward pass: the gradient kernel takes 28 ms with 256 and 35 with 512.
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
-ADJOINT_REGISTERS = 168  # three warps a scheduler: 11.6 ms; without the bound 5% more, with 128 for four warps 14.1
+ADJOINT_REGISTERS = 168  # three programs a multiprocessor, and none of their registers is spilled
+ADJOINT_SHARED = 4  # of the four fragments of 32 keys, those in which two keys share a reciprocal
 SPAN_BLOCK = 4  # sub-chunks of a program of `sum_spans`: one warp, eight lanes for each
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
 STATE_COPIES = 2 + BACKWARD_SEGMENT // SUB_CHUNK // 2
@@ -184,11 +185,12 @@ def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, s
         P=head_dim, HAS_DOC=doc is not None, num_warps=2,
     )  # fmt: skip
     starts = x.new_empty(batch, heads, chunks, head_dim // 8, 2, state_size, 8, dtype=torch.bfloat16)
-    B, C = _pairs(B), _pairs(C)
-    segment_adjoints_kernel[(head_dim // 8 * (state_size // 32), segments, batch * heads)](
-        B, C, I_prior, rows, decays, states, starts.view(torch.int32), adjoints,
-        *B.stride()[:3], *C.stride()[:3], time, chunks * SUB_CHUNK, heads, heads, segments, segment,
-        num_warps=1, maxnreg=ADJOINT_REGISTERS,
+    x, beta, B, C, dy = _pairs(x), _pairs(beta), _pairs(B), _pairs(C), _pairs(dy)
+    segment_adjoints_kernel[(2, segments, batch * heads)](
+        x, dt, beta, A, B, C, I_prior, dy, dt if doc is None else doc, states, starts.view(torch.int32), adjoints,
+        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
+        time, chunks * SUB_CHUNK, heads, heads, segments, segment, HAS_DOC=doc is not None,
+        SHARED=ADJOINT_SHARED, num_warps=4, maxnreg=ADJOINT_REGISTERS,
     )  # fmt: skip
     return rows, decays, starts
 

@@ -247,7 +247,7 @@ def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, 
     dB, dC = (torch.empty(B.shape, dtype=B.dtype, device=x.device) for _ in range(2))
     tuned = dvar is None and USE_TUNED and tuned_fits(x, beta, B)
     segment = TUNED_SEGMENT if tuned else BACKWARD_SEGMENT
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    dy = dy if dy.stride(-1) == 1 and dy.stride(1) <= MAX_STRIDE else dy.contiguous()
     # bytes of temporary tensors for each head: states, adjoints, scratch; transposed copies; partial results
     copies = TUNED_STATE_COPIES if tuned else 3
     state_bytes = copies * 2 * 4 * head_dim * state_size * (triton.cdiv(time, segment) + 1)
@@ -407,7 +407,8 @@ def palimpsa_scan_triton(
         D: `[h]` or None, adds `D x` to y.
 
     Returns:
-        y `[b, t, h, p]` of x's type, final state or None, variance or None; differentiable.
+        y `[b, t, h, p]` of x's type, final state or None, variance or None; differentiable. In the tuned kernels, where
+        two keys share a reciprocal, importances may reach 1e14.
     """
     documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
     B, C = (v if v.stride(-1) == 1 else v.contiguous() for v in (B, C))
