@@ -156,6 +156,7 @@ def adjoints_of(data, states, segment):
         Case(1, 1, 2, 64, 128, 1, torch.bfloat16, initial=True),
         Case(2, 37, 2, 64, 128, 1, torch.bfloat16, initial=True, documents=3),
         Case(1, 50, 2, 64, 128, 1, torch.bfloat16, initial=True, documents=5, extreme="no step"),
+        Case(1, 100, 1, 64, 128, 1, torch.bfloat16, initial=True, documents=5),  # one begins with the second segment
         *(Case(1, 100, 1, 64, 128, 1, torch.bfloat16, initial=True, extreme=extreme) for extreme in EXTREMES),
     ],
     ids=str,

@@ -37,11 +37,12 @@ from .hopper_lanes import (
 )
 from .hopper_scaled import load_block, prior_parts, scaled4, scales, store_keys, store_rows, update
 
-# In shared memory, in bytes: first the keys' operands [16 tokens, 1024], then C [16, 256], for each of four warps the
-# rows' operands [16, 512] and w dy / c [16, 64], then words of each of the 128 threads: 31 that are copied, and
-C_AT = gl.constexpr(16384)
-ROWS_AT = gl.constexpr(20480)
-DY_AT = gl.constexpr(53248)
+# In shared memory, in bytes: for each of 16 tokens the keys' operands [1024], C [256], for each of four warps the rows'
+# operands [512] and w dy / c [64]; then words of each of the 128 threads: 31 that are copied, and
+TOKEN = gl.constexpr(3584)
+C_AT = gl.constexpr(1024)
+ROWS_AT = gl.constexpr(1280)
+DY_AT = gl.constexpr(3328)
 WORDS_AT = gl.constexpr(57344)
 TID = gl.constexpr(15872)  # the thread's number
 LAST_C = gl.constexpr(16384)  # c, q and what is left of the segment's start, before the next 16 tokens
@@ -284,31 +285,31 @@ def segment_adjoints(
         store1(a_words + LEFT, left * from_lane(kept, lane * 0 + 15))
         # Places in blocks of 512 bytes as in `hopper_read_out.py`, in which neither reads nor writes meet in a bank
         o_write = (e * 16, 128 + (e ^ 2) * 16, 256 + (e ^ 4) * 16, 384 + (e ^ 6) * 16)
-        w = base + (tid >> 3) * 512  # for each token two blocks of keys
+        w = base + ((tid >> 4) * TOKEN + (tid >> 3 & 1) * 512)  # for each token two blocks of keys
         w_keys = (w + o_write[0], w + o_write[1], w + o_write[2], w + o_write[3])
-        w_C = base + (C_AT + tid * 16)
-        w = base + (ROWS_AT + warp * 8192 + (lane >> 3) * 512)
+        w_C = base + (C_AT + (tid >> 4) * TOKEN + (tid & 15) * 16)
+        w = base + (ROWS_AT + (lane >> 3) * TOKEN + warp * 512)
         w_rows = (w + o_write[0], w + o_write[1], w + o_write[2], w + o_write[3])
-        w_dy = base + (DY_AT + warp * 1024 + lane * 8)
+        w_dy = base + (DY_AT + (lane >> 3) * TOKEN + warp * 64 + e * 8)
         store1(a_words + RESCALE, rescale)
         once = gl.where(each | (rescale == 1.0), 0.0, 1.0)
         store1(a_words + TIMES, gl.where(lane == 0, once, gl.where(each, 16.0, 0.0)))
         for i in gl.static_range(2):
-            o = i * 8192
+            o = i * 8 * TOKEN
             store_keys(
                 (w_keys[0] + o, w_keys[1] + o, w_keys[2] + o, w_keys[3] + o),
                 _keys(a_words + 512 * (4 * i + 12), e & 1), zero + 1.0,
             )  # fmt: skip
-            store4(w_C + i * 2048, _twice4(a_words + 512 * (4 * i + 20), e & 1))
+            store4(w_C + o, _twice4(a_words + 512 * (4 * i + 20), e & 1))
         for i in gl.static_range(4):
             t = (lane >> 3) + 4 * i
-            o = i * 2048
+            o = i * 4 * TOKEN
             store_rows(
                 (w_rows[0] + o, w_rows[1] + o, w_rows[2] + o, w_rows[3] + o),
                 (load1_bits(a_words + 512 * i), load1_bits(a_words + 512 * (i + 4))),
                 from_lane(v_scale, t), from_lane(r, t), from_lane(dq_0, t), from_lane(dq_1, t), zero,
             )  # fmt: skip
-            _store_dy(w_dy + i * 256, load1_bits(a_words + 512 * (i + 8)), from_lane(dy_scale, t))
+            _store_dy(w_dy + o, load1_bits(a_words + 512 * (i + 8)), from_lane(dy_scale, t))
         _copy(
             tid, a_words, p_x, p_beta, p_dy, p_B, p_C, p_dt, p_doc, x_t, beta_t, dy_t, B_t, C_t, dt_t,
             gl.minimum(start + 16, steps - 1), steps, before, HAS_DOC,
@@ -317,24 +318,21 @@ def segment_adjoints(
         o_read = c * 128 + (g ^ (2 * c)) * 16
         a_keys = base + o_read
         a_C = base + (C_AT + g * 16)
-        a_rows = base + (ROWS_AT + warp * 8192 + o_read)
-        a_dy = base + (DY_AT + warp * 1024 + g * 8)
+        a_rows = base + (ROWS_AT + warp * 512 + o_read)
+        a_dy = base + (DY_AT + warp * 64 + g * 8)
         n_each = load_scalar(a_scalars + (TIMES + 4)).to(gl.int32)
         for i_t in range(n_each):
             factor = load_scalar(a_scalars + RESCALE + 4 * i_t)
             M = (scaled4(M[0], factor), scaled4(M[1], factor))
             I = (scaled4(I[0], factor), scaled4(I[1], factor))
-            M, I, E, F = _token(
-                a_keys + i_t * 1024, a_C + i_t * 256, a_rows + i_t * 512, a_dy + i_t * 64, M, I, E, F, SHARED
-            )
+            o = i_t * TOKEN
+            M, I, E, F = _token(a_keys + o, a_C + o, a_rows + o, a_dy + o, M, I, E, F, SHARED)
         for _ in range(load_scalar(a_scalars + TIMES).to(gl.int32)):
             factor = load_scalar(a_scalars + RESCALE)
             M = (scaled4(M[0], factor), scaled4(M[1], factor))
             I = (scaled4(I[0], factor), scaled4(I[1], factor))
-        for i_t in range(n_each, 16):
-            M, I, E, F = _token(
-                a_keys + i_t * 1024, a_C + i_t * 256, a_rows + i_t * 512, a_dy + i_t * 64, M, I, E, F, SHARED
-            )
+        for o in range(0, (16 - n_each) * TOKEN, TOKEN):
+            M, I, E, F = _token(a_keys + o, a_C + o, a_rows + o, a_dy + o, M, I, E, F, SHARED)
         barrier()
     wait_words(zero_int)  # no copy lands in shared memory after the program's end
     p_e = adjoints + i_state + o_state
