@@ -90,9 +90,16 @@ def run(data: Data, variance: bool = False) -> Gradients:
     return differentiate(palimpsa_scan_triton, data, variance, return_final_state=True, return_variance=variance)
 
 
-def compare(case: Case, exact=scan_in_pieces, **options) -> dict[str, tuple[float, float]]:
-    """Error of each output and gradient of the case, and its bound."""
+def compare(case: Case, exact=scan_in_pieces, cancelling: bool = True, **options) -> dict[str, tuple[float, float]]:
+    """Error of each output and gradient of the case, and its bound.
+
+    `cancelling`: noise alone is sent back, with which sums over tokens and heads cancel; else the output too, scaled.
+    """
     data = make(case, "cuda")
+    if not cancelling:
+        with torch.no_grad():
+            y = palimpsa_scan_triton(**data.arguments, seq_idx=data.seq_idx)[0].float()
+        data.dy = (y / y.square().mean().sqrt() + data.dy).to(case.dtype)
     expected = differentiate_exactly(exact, data, case.variance, **options)
     actual = run(data, case.variance)
     x, beta, B = (data.arguments[name] for name in ("x", "beta", "B"))
@@ -157,10 +164,14 @@ def test_same_bits_twice(kernels, request):
 
 @pytest.mark.parametrize("kernels", ["tuned", "portable"])
 def test_32k_tokens(kernels, request):
-    """Against the chunked scan in float64, which equals the loop to 1e-12 and keeps states every 256 tokens only."""
+    """Against the chunked scan in float64, which equals the loop to 1e-12 and keeps states every 256 tokens only.
+
+    With noise alone sent back, dA of four heads cancels down to what rounding makes of it (docs/experiments.md).
+    """
     if kernels == "portable":
         request.getfixturevalue("portable")
-    check(Case(1, 32768, 4, 64, 128, 1, bf16), exact=palimpsa_scan_chunked, return_final_state=True)
+    case = Case(1, 32768, 4, 64, 128, 1, bf16)
+    check(case, exact=palimpsa_scan_chunked, cancelling=False, return_final_state=True)
 
 
 def test_pieces_with_carried_states_equal_the_whole():
