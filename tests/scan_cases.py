@@ -82,6 +82,9 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
         beta, A = beta * 1e7, A * 1e-2
     if case.extreme == "short memory":  # alpha is 1e-3
         dt = (7 / A).expand(b, t, h)
+    if case.extreme == "tiny step":  # some tokens write next to nothing: dt down to below float32's normal numbers
+        small = 10.0 ** -(30 + torch.arange(t, device=device) % 12)[:, None]
+        dt = torch.where(torch.arange(t, device=device)[:, None] % 3 == 0, small, dt)
     if case.extreme == "stretches":  # 24 tokens each with alpha 1e-3, 0, 1 and as usual
         kind = (torch.arange(t, device=device) // 24 % 4)[:, None]
         dt = torch.where(kind == 0, 7 / A, torch.where(kind == 1, dt * 3e3, torch.where(kind == 2, 0, dt)))

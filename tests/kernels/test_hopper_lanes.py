@@ -78,7 +78,7 @@ def states_at(starts, data):
     return torch.stack(states, 2)
 
 
-EXTREMES = ("", "short memory", "stretches", "huge importance", "decay", "no step", "large B")
+EXTREMES = ("", "short memory", "stretches", "huge importance", "decay", "no step", "tiny step", "large B")
 
 
 @pytest.mark.parametrize(

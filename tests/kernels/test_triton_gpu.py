@@ -37,7 +37,7 @@ EXTREMES = [
 # what the tuned read-out rescales for: before every token, before some, never
 RESCALED = [
     Case(2, 500, 4, 64, 128, 2, bf16, initial=True, documents=documents, extreme=extreme)
-    for extreme in ("short memory", "stretches", "huge importance", "decay", "no step")
+    for extreme in ("short memory", "stretches", "huge importance", "decay", "no step", "tiny step")
     for documents in (0, 5)
 ]
 DOCUMENTS = [

@@ -30,7 +30,7 @@ from .hopper_lanes import (
     upper,
 )
 
-LEAST = gl.constexpr(2.0**-16)  # c never falls below: importances up to 1e14 leave their products finite
+LEAST = gl.constexpr(2.0**-16)  # c never falls below: importances of 1e-18 to 1e14 leave products of two finite
 
 
 @jit
@@ -90,13 +90,16 @@ def store_keys(a_keys, B, one):
 
 @jit
 def _row(x, beta, v_scale, u_scale, zero):
-    """A row's words for c = 1 to 3 of M's operand and for c = 0 and 1 of I's; three parts hold all of v."""
+    """A row's words for c = 1 to 3 of M's operand and for c = 0 and 1 of I's; three parts hold all of v.
+
+    Of a v below 1e-33, what is left below the third part must not become a part of its own.
+    """
     v = x * v_scale
     v_1 = beyond(v)
     v_2 = beyond(v_1)
     u = beta * u_scale
     u_1 = pack(beyond(u), zero).to(gl.float32, bitcast=True)
-    return upper(zero, v), upper(v_1, zero), v_2, upper(u, u), u_1
+    return upper(zero, v), upper(v_1, zero), upper(zero, v_2), upper(u, u), u_1
 
 
 @jit

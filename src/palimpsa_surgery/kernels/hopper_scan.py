@@ -18,7 +18,8 @@ from .triton_jit import jit, tl, triton
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
 ADJOINT_REGISTERS = 168  # three programs a multiprocessor, and none of their registers is spilled
-# Of the four fragments of 32 keys, those in which two keys share a reciprocal: 9.2, 9.1, 9.3, 9.5, 9.6 ms with 0 to 4.
+# Of the four fragments of 32 keys, those in which two keys share a reciprocal: 9.2, 9.1, 9.3, 9.5, 9.6 ms with 0 to 4;
+# with 2 all tests have run on a GPU.
 ADJOINT_SHARED = 2
 SPAN_BLOCK = 4  # sub-chunks of a program of `sum_spans`: one warp, eight lanes for each
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
@@ -172,7 +173,7 @@ def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
 def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment):
     """Step 4 for heads of one group: slot k of adjoints = adjoint of segment k's start from its own tokens.
 
-    Returns what `segment_gradients` also needs: `rows` and `decays` of `prepare_rows`, and the states at the
+    Returns what `segment_gradients` needs: `rows` and `decays` of `prepare_rows`, and the states at the
     sub-chunks' starts `[b, h, segments S / 16, p / 8, 2, n, 8]` bfloat16.
     """
     batch, time, heads, head_dim = x.shape

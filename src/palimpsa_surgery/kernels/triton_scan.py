@@ -408,7 +408,7 @@ def palimpsa_scan_triton(
 
     Returns:
         y `[b, t, h, p]` of x's type, final state or None, variance or None; differentiable. In the tuned kernels, where
-        two keys share a reciprocal, importances may reach 1e14.
+        two keys share a reciprocal, importances, the prior's included, must lie between 1e-18 and 1e14.
     """
     documents = None if seq_idx is None else document_numbers(seq_idx).to(torch.int32)
     B, C = (v if v.stride(-1) == 1 else v.contiguous() for v in (B, C))
