@@ -12,7 +12,8 @@ at a time; a warp has 32 keys n. With D[s, t] the decay from s to t, for one row
     E  = e_in[last] E + Z e_in             the adjoint of the starting state, eight rows a tile
 
 and dB + 2 B G in the end. What E, the adjoint after the sub-chunk, adds to d v, d beta, dB and G are products of
-eight rows. The gradient of log alpha[j] is the sum over all spans from s < j (or the start) to t >= j (or the end) of
+eight rows. It begins with zero at the segment's end: what later segments add is linear in their adjoint and is left to
+`hopper_carry.py`, as is the sum with what this kernel finds, d v and d beta in place of their rows' operands. The gradient of log alpha[j] is the sum over all spans from s < j (or the start) to t >= j (or the end) of
 what flows along them: `spans` gets the terms of each span, summed over rows; nothing is subtracted.
 """
 
@@ -67,23 +68,15 @@ _LANES: gl.constexpr = gl.constexpr(84 * 1024 + 512)
 
 
 @jit
-def _sum_rows(address, p_dx, p_dbeta, offset, dt, mask):
-    """Sum a group's d v and d beta over the warps and write dx and dbeta; d v."""
+def _sum_rows(address, p_rows, offset):
+    """Sum a group's d v and d beta over the warps and write them in place of the rows' operands."""
     dv = load1(address)
     du = load1(address + 512)
     for w in gl.static_range(1, 4):
         dv += load1(address + w * 1024)
         du += load1(address + w * 1024 + 512)
-    gl.store(p_dx + offset, (dv * dt).to(gl.bfloat16), mask=mask)
-    gl.store(p_dbeta + offset, du.to(gl.bfloat16), mask=mask)
-    return dv
-
-
-@jit
-def _lane_xor(x, distance):
-    return gl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, distance], gl.float32, is_pure=True, pack=1
-    )
+    gl.store(p_rows + offset, dv)
+    gl.store(p_rows + 16 + offset, du)
 
 
 @jit
@@ -112,19 +105,18 @@ def _with_square(dB, keys0, keys1, G):
 
 @jit
 def segment_gradients(
-    x, dt, B, C, prior, rows, decays, starts, adjoints, dx, dbeta, dvx, dB, dC, spans,
-    x_b, x_t, x_h, dt_b, dt_t, dt_h, B_b, B_t, B_g, C_b, C_t, C_g, g_b, g_t, g_h,
-    T, TP, H, HPG, NSEG, S,
+    B, C, prior, rows, decays, starts, adjoints, dB, dC, spans,
+    B_b, B_t, B_g, C_b, C_t, C_g, T, TP, H, HPG, NSEG, S,
 ):  # fmt: skip
-    """All gradients of one segment and one head, but those of dt, A and I_prior that `spans` still holds.
+    """All gradients of one segment and one head that its own tokens cause.
 
     B, C as int32 pairs of keys, their strides in pairs. rows [b, h, TP / 16, p, 64 words], decays
-    [b, h, TP / 16, 272] from `prepare_rows`; starts [b, h, TP / 16, p / 8, 2, n, p % 8] bfloat16 as int32 pairs;
-    slot k + 1 of adjoints [b, h, NSEG + 1, 2, p, n] is the adjoint after segment k. dx and dbeta have strides g_*.
-    Partial results: dB, dC [b, h, TP, n]; dvx [b, h, TP] = Σ_p x d(dt x); spans [b, h, TP / 16, 4 warps, 14, 32
-    lanes]: what flows from s to t, tokens (g, 2c), (g, 2c + 1), (g, 2c + 8), (g, 2c + 9), (g + 8, 2c + 8),
-    (g + 8, 2c + 9); from the start to 2c, 2c + 1, 2c + 8, 2c + 9; from g and g + 8 to the end; from the start to the
-    end; and the gradient of I_prior.
+    [b, h, TP / 16, 272] from `prepare_rows`; starts [b, h, TP / 16, p / 8, 2, n, p % 8] bfloat16 as int32 pairs.
+    Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start. Of a row, words 0 to 15
+    become d v[s], 16 to 31 d beta[s].
+    Partial results: dB, dC [b, h, TP, n]; spans [b, h, TP / 16, 4 warps, 14, 32 lanes]: what flows from s to t, tokens
+    (g, 2c), (g, 2c + 1), (g, 2c + 8), (g, 2c + 9), (g + 8, 2c + 8), (g + 8, 2c + 9); from the start to 2c, 2c + 1,
+    2c + 8, 2c + 9; from g and g + 8 to the end; from the start to the end; and the gradient of I_prior.
     """
     N: gl.constexpr = 128
     P: gl.constexpr = 64
@@ -165,22 +157,13 @@ def segment_gradients(
     p_starts = starts + chunk * (P * N)
     p_B = B + b * B_b + (h // HPG) * B_g
     p_C = C + b * C_b + (h // HPG) * C_g
-    p_x = x + b * x_b + h * x_h
-    p_dx = dx + b * g_b + h * g_h
-    p_dbeta = dbeta + b * g_b + h * g_h
-    p_dt = dt + b * dt_b + h * dt_h
     o_keys = (i_bh * TP + t0) * N
-    p_end = adjoints + (i_bh * (NSEG + 1) + i_seg + 1) * 2 * P * N + 2 * c * N + warp * 32 + g
 
-    # the adjoint after the segment, [32 keys, 8 rows] fragments; of Ibar, negated
+    # the adjoint E, [32 keys, 8 rows] fragments, of Ibar negated: from the segment's end, nothing
     for q in range(8):
-        for k in gl.static_range(2):
-            for i in gl.static_range(2):
-                p_e = p_end + (q * 8 + k * P) * N + i * 16
-                b_e = (gl.load(p_e), gl.load(p_e + N), gl.load(p_e + 8), gl.load(p_e + N + 8))
-                if k == 1:
-                    b_e = scaled(b_e, -1.0)
-                store4(a_E + q * 8192 + k * 4096 + i * 512, b_e)
+        for i in gl.static_range(2):
+            store4(a_E + q * 8192 + i * 512, zeros)
+            store4(a_E + q * 8192 + 4096 + i * 512, zeros)
     a_copy_starts = base + _STARTS + warp * 512 + lane * 16
     copy_async(a_copy, p_rows + (n_sub - 1) * (P * 64) + tid * 4)
     copy_async(a_copy_starts, p_starts + (n_sub - 1) * (P * N) + tid * 4)
@@ -232,13 +215,11 @@ def segment_gradients(
         d11 = pack(D4, D5)
         forward = (transpose(d00), transpose(d01), transpose(d11), pack(in_g0, in_g0), pack(in_g1, in_g1))
         backward = (d00, d01, d11, pack(in_c0, in_c1), pack(in_c2, in_c3))
-        r_dt = gl.load(p_dt + ts.to(gl.int64) * dt_t + r_s * dt_t, mask=ts + r_s < T, other=0.0)
         store4(a_lane + DECAYS, (D0, D1, D2, D3))
-        store4(a_lane + LATE_DECAYS, (D4, D5, keep, r_dt))
+        store4(a_lane + LATE_DECAYS, (D4, D5, keep, zero))
         store4(a_lane + START_DECAYS, (in_c0, in_c1, in_c2, in_c3))
         store4(a_lane + END_DECAYS, (out0, out1, zero, zero))
-        store4(a_lane + SUMS, zeros)  # sums: d v x, from g and from g + 8 to the end, from the start to the end
-        r_x = zero
+        store4(a_lane + SUMS, zeros)  # sums: from g and from g + 8 to the end, from the start to the end
 
         dC_sum = (zeros, zeros, zeros, zeros)
         dB_sum = (zeros, zeros, zeros, zeros)
@@ -256,15 +237,8 @@ def segment_gradients(
             copy_async(a_copy_starts + (1 - turn) * 4096 + 2048, p_starts + following * 1024 + 512 + tid * 4)
             held = load4(a_lane + LATE_DECAYS)
             sums = load4(a_lane + SUMS)
-            b_dvx = sums[0]
-            m_r = ts + r_s < T
             if q > 0:
-                o_row = ts.to(gl.int64) * g_t + (q - 1) * 8
-                b_dvx += r_x * _sum_rows(
-                    a_sum + (1 - turn) * 4096, p_dx + o_row, p_dbeta + o_row, r_s * g_t + r_p, held[3], m_r
-                )
-            o_row = ts.to(gl.int64) * x_t + q * 8
-            r_x = gl.load(p_x + o_row + (r_s * x_t + r_p), mask=m_r, other=0.0).to(gl.float32)
+                _sum_rows(a_sum + (1 - turn) * 4096, p_rows + (j * 8 + q - 1) * 512, r_p * 64 + r_s)
 
             # States at the sub-chunk's start, eight rows, [n, p] and [p, n]
             a_s = base + _STARTS + turn * 4096 + warp * 512 + lane * 4
@@ -335,13 +309,13 @@ def segment_gradients(
                 late_u[2] * decay_out[1],
                 late_u[3] * decay_out[1],
             )
-            end0 = sums[1] + ((va[0] * dv[0] + vb[0] * dv[1]) + (va[2] * du[0] + vb[2] * du[1]))
-            end1 = sums[2] + ((va[1] * dv[2] + vb[1] * dv[3]) + (va[3] * du[2] + vb[3] * du[3]))
+            end0 = sums[0] + ((va[0] * dv[0] + vb[0] * dv[1]) + (va[2] * du[0] + vb[2] * du[1]))
+            end1 = sums[1] + ((va[1] * dv[2] + vb[1] * dv[3]) + (va[3] * du[2] + vb[3] * du[3]))
             du = scaled(du, -1.0)
             through = gl.where(
                 g == 2 * c, first_v[2] + first_u[2], gl.where(g == 2 * c + 1, first_v[3] + first_u[3], 0.0)
             )
-            store4(a_lane + SUMS, (b_dvx, end0, end1, sums[3] + through))
+            store4(a_lane + SUMS, (end0, end1, sums[2] + through, zero))
             E = (scaled(E0, held[2]), scaled(E1, held[2]), scaled(EI0, held[2]), scaled(EI1, held[2]))
             for r in range(8):
                 a_r = turn * 2048 + r * 256
@@ -365,16 +339,9 @@ def segment_gradients(
             store1(a_p + 768, du[2])
             store1(a_p + 896, du[3])
         barrier()
-        o_row = ts.to(gl.int64) * g_t + 56
+        _sum_rows(a_sum + 4096, p_rows + (j * 8 + 7) * 512, r_p * 64 + r_s)
         ends = load4(a_lane + LATE_DECAYS)
         sums = load4(a_lane + SUMS)
-        b_dvx = r_x * _sum_rows(a_sum + 4096, p_dx + o_row, p_dbeta + o_row, r_s * g_t + r_p, ends[3], ts + r_s < T)
-        b_dvx += sums[0]
-        b_dvx += _lane_xor(b_dvx, zero_int + 1)
-        b_dvx += _lane_xor(b_dvx, zero_int + 2)
-        b_dvx += _lane_xor(b_dvx, zero_int + 4)
-        gl.store(dvx + (i_bh * TP + ts) + r_s, b_dvx, mask=r_p == 0)
-
         o_tile = 2 * c * N + warp * 32 + g
         p_o = dC + o_keys + j * (16 * N) + o_tile
         _store_keys(p_o, dC_sum[0], dC_sum[1], N)
@@ -389,9 +356,9 @@ def segment_gradients(
         p_o = spans + (chunk + j) * 1792 + (warp * 448 + lane)
         gl.store(p_o + 128, between[4] * ends[0])
         gl.store(p_o + 160, between[5] * ends[1])
-        gl.store(p_o + 320, sums[1])
-        gl.store(p_o + 352, sums[2])
-        gl.store(p_o + 384, sums[3] * ends[2])
+        gl.store(p_o + 320, sums[0])
+        gl.store(p_o + 352, sums[1])
+        gl.store(p_o + 384, sums[2] * ends[2])
         ends = load4(a_lane + DECAYS)
         gl.store(p_o, between[0] * ends[0])
         gl.store(p_o + 32, between[1] * ends[1])
@@ -404,3 +371,13 @@ def segment_gradients(
         gl.store(p_o + 288, begun[3] * ends[3])
         gl.store(p_o + 416, -(dprior[0] + dprior[1] + dprior[2] + dprior[3]))
     wait_async(zero_int)  # no copy lands in shared memory after the program's end
+    p_e = adjoints + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N + 2 * c * N + warp * 32 + g
+    for q in range(8):
+        for k in gl.static_range(2):
+            for i in gl.static_range(2):
+                e = scaled(load4(a_E + q * 8192 + k * 4096 + i * 512), 1.0 - 2.0 * k)
+                p_q = p_e + (q * 8 + k * P) * N + i * 16
+                gl.store(p_q, e[0])
+                gl.store(p_q + N, e[1])
+                gl.store(p_q + 8, e[2])
+                gl.store(p_q + N + 8, e[3])
