@@ -1,10 +1,9 @@
 """Runs the Hopper kernels on the CPU: every register of every lane is an element of a numpy array.
 
-The kernels of `hopper_read_out.py`, `hopper_adjoints.py` and `hopper_gradients.py` see each tensor as one register of
-each thread, and what moves between lanes moves in named instructions. Here those instructions are written down again,
-from the layouts in the PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8, "movmatrix"), so that layouts,
-addresses and algebra are tested without a GPU. Threads run in step, but shared memory refuses what depends on that:
-see `SharedMemory`.
+The kernels of `hopper_read_out.py` and `hopper_gradients.py` see each tensor as one register of each thread, and what
+moves between lanes moves in named instructions. Here those instructions are written down again, from the layouts in the
+PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8, "movmatrix"), so that layouts, addresses and algebra are
+tested without a GPU. Threads run in step, but shared memory refuses what depends on that: see `SharedMemory`.
 """
 
 import importlib
@@ -174,16 +173,12 @@ class Machine:
             "shared_base": lambda zero: zero,
             "load4": lambda address: tuple(register(self.shared.read(address + i)) for i in (0, 4, 8, 12)),
             "load4_bits": lambda address: tuple(self._word(address + i) for i in (0, 4, 8, 12)),
-            "load2_bits": lambda address: tuple(self._word(address + i) for i in (0, 4)),
             "load1": lambda address: register(self.shared.read(address)),
             "load1_bits": self._word,
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
             "copy_async": self._copy_async,
             "wait_async": lambda zero: self.shared.wait(),
-            "copy_word": self._copy_word,
-            "wait_words": lambda zero: self.shared.wait(),
-            "store2_global": self._store2_global,
             "reciprocal": lambda x: register(np.float32(1) / x),
             "pack": pack,
             "times": self._times,
@@ -195,9 +190,7 @@ class Machine:
             "load_scalar": self._scalar,
             "upper": self._upper,
             "beyond": lambda v: register(v - (float_bits(v) & np.uint32(0xFFFF0000)).view(np.float32)),
-            "twice": lambda pair, second: pack(*2 * (np.where(second, *unpack(pair)[::-1]),)),
             "from_lane": lambda x, lane: register(x[32 * self.warp + lane % 32]),
-            "_lane_xor": lambda x, distance: register(x[np.arange(self.threads) ^ distance]),
         }
 
     @staticmethod
@@ -246,16 +239,6 @@ class Machine:
             words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]
             self.shared.write(address + 4 * i, words.numpy().view(np.float32), copy=True)
 
-    def _copy_word(self, address, source: Pointer):
-        assert (np.asarray(source.offset) >= 0).all()
-        word = source.flat[torch.from_numpy(np.broadcast_to(source.offset, self.threads).copy())]
-        self.shared.write(address, word.numpy().view(np.float32), copy=True)
-
-    def _store2_global(self, address: Pointer, a, b):
-        assert (np.asarray(address.offset) % 2 == 0).all()
-        self._store(address, a)
-        self._store(address + 1, b)
-
     @staticmethod
     def _times(a, b):
         (a_low, a_high), (b_low, b_high) = unpack(a), unpack(b)
@@ -290,7 +273,7 @@ class Kernel:
         self.function, self.modules = function, modules
 
     def __getitem__(self, grid):
-        def run(*arguments, num_warps, maxnreg=None, **constants):
+        def run(*arguments, num_warps, **constants):
             arguments = [pointer(v) if isinstance(v, torch.Tensor) else v for v in arguments]
             for program in itertools.product(*(range(size) for size in grid)):
                 machine = Machine(32 * num_warps, program)
@@ -303,20 +286,20 @@ class Kernel:
         return run
 
 
-def load_kernels() -> tuple[Kernel, Kernel, Kernel]:
-    """`read_out`, `segment_adjoints` and `segment_gradients`, loaded a second time, as on a machine without Gluon."""
+def load_kernels() -> tuple[Kernel, Kernel]:
+    """`read_out` and `segment_gradients`, loaded a second time, as on a machine without Gluon."""
     package = types.ModuleType("lane_machine_kernels")
     package.__path__ = [str(Path(palimpsa_surgery.kernels.__file__).parent)]
     present = sys.modules.get("triton.experimental")
     sys.modules |= {package.__name__: package, "triton.experimental": None}
     try:
-        names = ("lanes", "rows", "scaled", "gradients", "adjoints", "read_out")
+        names = ("lanes", "rows", "scaled", "gradients", "read_out")
         modules = [importlib.import_module(f"{package.__name__}.hopper_{name}") for name in names]
     finally:
         if present is None:
             del sys.modules["triton.experimental"]
         else:
             sys.modules["triton.experimental"] = present
-    *_, gradients, adjoints, read_out = modules
-    functions = (read_out.read_out, adjoints.segment_adjoints, gradients.segment_gradients)
+    *_, gradients, read_out = modules
+    functions = (read_out.read_out, gradients.segment_gradients)
     return tuple(Kernel(function, modules) for function in functions)

@@ -33,9 +33,7 @@ from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from scan_cases import Case, differentiate_exactly, make
 
 torch.set_num_threads(1)
-read_out, segment_adjoints, segment_gradients = load_kernels()
-hopper_scan.read_out_kernel = read_out
-hopper_scan.segment_adjoints_kernel, hopper_scan.segment_gradients_kernel = segment_adjoints, segment_gradients
+hopper_scan.read_out_kernel, hopper_scan.segment_gradients_kernel = load_kernels()
 triton_scan.tuned_fits = lambda x, beta, B: True
 triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
 # Triton's interpreter multiplies bfloat16 matrices wrongly
@@ -123,68 +121,3 @@ def test_a_step_that_is_nan_reaches_no_token_before_it(monkeypatch):
     hopper_scan.read_out(**given, D=None, doc=documents, states=states, y=y, segment=48)
     assert_close(y[:, :14], expected[:, :14], 4e-3)
     assert y[:, 14:16].isnan().all()
-
-
-def adjoints_of(data, states, segment):
-    """In float64: each segment's adjoint of its start, from its own tokens, and the states before every 16th token."""
-    v = {name: value.double() for name, value in data.arguments.items()}
-    time, heads = v["dt"].shape[1:]
-    v["B"], v["C"] = (v[name].repeat_interleave(heads // v[name].shape[2], 2) for name in ("B", "C"))
-    adjoints, starts = torch.zeros_like(states[:, :, :-1]).double(), []
-    for t in range(time):
-        if t % segment == 0:
-            M, Ibar = states[:, :, t // segment].double().unbind(2)
-            left = torch.ones_like(v["dt"][:, t])
-        if t % 16 == 0:
-            starts.append(torch.stack((M, Ibar), 2))
-        alpha = torch.exp(-v["A"] * v["dt"][:, t])
-        if data.seq_idx is not None and t > 0:
-            alpha = alpha * (data.seq_idx[:, t] == data.seq_idx[:, t - 1])[:, None]
-        left = left * alpha
-        B, C = v["B"][:, t, :, None], v["C"][:, t, :, None]
-        M = alpha[..., None, None] * M + (v["dt"][:, t, :, None] * v["x"][:, t])[..., None] * B
-        Ibar = alpha[..., None, None] * Ibar + v["beta"][:, t, ..., None] * B**2
-        I = v["I_prior"][:, None, None] + Ibar
-        Z = C * data.dy[:, t, ..., None].double() / I
-        adjoints[:, :, t // segment] += left[..., None, None, None] * torch.stack((Z, -Z * M / I), 2)
-    return adjoints, torch.stack(starts, 2)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(1, 1, 2, 64, 128, 1, torch.bfloat16, initial=True),
-        Case(2, 37, 2, 64, 128, 1, torch.bfloat16, initial=True, documents=3),
-        Case(1, 50, 2, 64, 128, 1, torch.bfloat16, initial=True, documents=5, extreme="no step"),
-        Case(1, 100, 1, 64, 128, 1, torch.bfloat16, initial=True, documents=5),  # one begins with the second segment
-        *(Case(1, 100, 1, 64, 128, 1, torch.bfloat16, initial=True, extreme=extreme) for extreme in EXTREMES),
-    ],
-    ids=str,
-)
-def test_adjoints_and_starts_of_segments(case, monkeypatch):
-    class NotLaunched:
-        def __getitem__(self, grid):
-            return lambda *_, **__: None
-
-    monkeypatch.setattr(hopper_scan, "segment_adjoints_kernel", load_kernels()[1])
-    monkeypatch.setattr(hopper_scan, "prepare_rows", NotLaunched())
-    data = make(case)
-    segment = 80
-    states = states_at([*range(0, case.time, segment), case.time], data)
-    expected, expected_starts = adjoints_of(data, states, segment)
-    documents = None if data.seq_idx is None else document_numbers(data.seq_idx).to(torch.int32)
-    adjoints = torch.full_like(states, float("nan"))
-    given = {name: v for name, v in data.arguments.items() if name != "initial_state"}
-    *_, starts = hopper_scan.segment_adjoints(
-        **given, doc=documents, dy=data.dy, states=states, adjoints=adjoints, segment=segment
-    )
-    starts = starts[:, :, : expected_starts.shape[2]].permute(0, 1, 2, 4, 3, 6, 5)  # [b, h, starts, 2, p / 8, 8, n]
-    starts = starts.reshape(expected_starts.shape)
-    # rounded to bfloat16; a state that a document resets keeps 1e-5 of the prior
-    error, size = (starts.double() - expected_starts).abs(), expected_starts.abs()
-    kept = torch.stack((torch.zeros(case.heads), 1e-5 * data.arguments["I_prior"]), -1)[:, None, :, None, None]
-    assert (error <= 2**-8 * size + kept + 1e-5 * size.amax((-2, -1), keepdim=True)).all()
-    for state in range(2):
-        a, b = adjoints[:, :, :-1, state].double(), expected[:, :, :, state]
-        errors = (a - b).norm(dim=(-2, -1)) / b.norm(dim=(-2, -1)).clamp_min(1e-30)
-        assert errors.max() < 2e-5, f"state {state}: {errors.max():.2e}"

@@ -54,14 +54,6 @@ def load4_bits(address):
 
 
 @jit
-def load2_bits(address):
-    """Two words from shared memory as int32."""
-    return gl.inline_asm_elementwise(
-        "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [address], (gl.int32, gl.int32), is_pure=False, pack=1
-    )
-
-
-@jit
 def load1(address):
     """A float32 word from shared memory."""
     return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
@@ -112,30 +104,6 @@ def wait_async(zero):
 
 
 @jit
-def copy_word(address, pointer):
-    """A word from global to shared memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.ca.shared.global [$1], [$2], 4; mov.u32 $0, 0;", "=r,r,l", [address, pointer.to(gl.int64)],
-        gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@jit
-def wait_words(zero):
-    """Wait for this thread's copies of words; a barrier must follow before other threads read them."""
-    gl.inline_asm_elementwise("cp.async.wait_all; mov.u32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
-
-
-@jit
-def store2_global(pointer, a, b):
-    """Two int32 to global memory, at a multiple of eight bytes."""
-    gl.inline_asm_elementwise(
-        "st.global.v2.b32 [$1], {$2, $3}; mov.u32 $0, 0;", "=r,l,r,r", [pointer.to(gl.int64), a, b], gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@jit
 def reciprocal(x):
     """One instruction, 1 ulp."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
@@ -174,14 +142,6 @@ def beyond(v):
         "{ .reg .b32 a; and.b32 a, $1, 0xffff0000; sub.rn.f32 $0, $1, a; }", "=f,f", [v], gl.float32, is_pure=True,
         pack=1,
     )  # fmt: skip
-
-
-@jit
-def twice(pair, second):
-    """The first of a pair, or the second where that is 1, as both of a pair."""
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [pair, 0x1010 + second * 0x2222], gl.int32, is_pure=True, pack=1
-    )
 
 
 @jit

@@ -129,10 +129,10 @@ def _rescaled(V, factor):
 def _start(p, initial):
     """All keys of a state [p, n], from the address of the lane's first row and key."""
     return (
-        load_block(p, 1, initial),
-        load_block(p + 32, 1, initial),
-        load_block(p + 64, 1, initial),
-        load_block(p + 96, 1, initial),
+        load_block(p, initial),
+        load_block(p + 32, initial),
+        load_block(p + 64, initial),
+        load_block(p + 96, initial),
     )
 
 
@@ -201,7 +201,7 @@ def read_out(
     )
     for start in range(0, steps, 16):
         b_dt, keep, keys, rows = ahead
-        each, rescale, r, dq, b_c, b_q, _ = scales(gl.exp(-b_A * b_dt) * keep, b_c, b_q, b_prior, lane)
+        each, rescale, r, dq, b_c, b_q = scales(gl.exp(-b_A * b_dt) * keep, b_c, b_q, b_prior, lane)
         v_scale = b_dt * r
         r = gl.where(start + lane % 16 < steps, r, 0.0)
         dq_0, dq_1 = prior_parts(dq, zero)

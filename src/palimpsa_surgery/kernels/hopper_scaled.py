@@ -37,7 +37,6 @@ LEAST = gl.constexpr(2.0**-16)  # c never falls below: importances of 1e-18 to 1
 def scales(a, before, q_before, prior, lane):
     """Of 16 tokens with decays a, one a lane: what rescales the state before each, 1 / c and dq; the last c and q.
 
-    At last, what the tokens up to each keep together, whether the state is rescaled or not.
     `each`: the tokens keep so little that each rescales the state, by its decay alone. Otherwise the first does, by the
     c of `before`, unless the state can go on as it is.
     """
@@ -45,7 +44,6 @@ def scales(a, before, q_before, prior, lane):
     c = a
     for i in gl.static_range(4):
         c = gl.where(t >= 1 << i, c * from_lane(c, lane - (1 << i)), c)
-    kept = c
     total = from_lane(c, lane * 0 + 15)
     as_it_is = before * total >= LEAST
     each = ((total >= LEAST) == 0) & (as_it_is == 0)  # and where a decay is NaN, which then reaches no earlier token
@@ -55,7 +53,7 @@ def scales(a, before, q_before, prior, lane):
     r = reciprocal(c)
     q = prior * r
     dq = q - rescale * gl.where(t == 0, q_before, from_lane(q, lane - 1))
-    return each, rescale, r, dq, from_lane(c, lane * 0 + 15), from_lane(q, lane * 0 + 15), kept
+    return each, rescale, r, dq, from_lane(c, lane * 0 + 15), from_lane(q, lane * 0 + 15)
 
 
 @jit
@@ -140,22 +138,22 @@ def scaled4(V, factor):
 
 
 @jit
-def _fragment(p, KEYS: gl.constexpr, initial):
+def _fragment(p, initial):
     """Two keys and rows p and p + 2 of a state [p, n]."""
     return (
         gl.load(p) + initial,
         gl.load(p + 256) + initial,
-        gl.load(p + KEYS) + initial,
-        gl.load(p + (KEYS + 256)) + initial,
+        gl.load(p + 1) + initial,
+        gl.load(p + 257) + initial,
     )
 
 
 @jit
-def load_block(p, KEYS: gl.constexpr, initial):
-    """A lane's part of 32 keys of a state [p, n], from its first row and key; its other keys are KEYS apart."""
+def load_block(p, initial):
+    """A lane's part of 32 keys of a state [p, n], from its first row and key."""
     return (
-        _fragment(p, KEYS, initial),
-        _fragment(p + 128, KEYS, initial),
-        _fragment(p + 2 * KEYS, KEYS, initial),
-        _fragment(p + (2 * KEYS + 128), KEYS, initial),
+        _fragment(p, initial),
+        _fragment(p + 128, initial),
+        _fragment(p + 2, initial),
+        _fragment(p + 130, initial),
     )

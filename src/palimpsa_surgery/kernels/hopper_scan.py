@@ -1,12 +1,17 @@
 """Launches of the kernels for Hopper; `triton_scan.py` asks `fits` and has the portable path.
 
-Letters as in `triton_scan.py`.
+Letters as in `triton_scan.py`, whose backward pass changes its order here: steps 4 and 5 are
+
+4. `prepare_rows` and `sub_chunk_starts`: operands, and the states before every 16th token.
+5. `segment_gradients`: the gradients that a segment's own tokens cause, and the adjoint of its start; then `pass_states`
+   backwards, and from the adjoint after each segment, by matrix products, `carry_rows` and `carry_keys`: the rest.
+   `sum_spans`: the gradient of log alpha.
 """
 
 import torch
 from torch import Tensor
 
-from .hopper_adjoints import segment_adjoints as segment_adjoints_kernel
+from .hopper_carry import carry_keys, carry_rows, sub_chunk_starts
 from .hopper_gradients import HEAD_DIM, NUM_WARPS, ROW_WORDS, SPAN_WORDS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
@@ -17,10 +22,11 @@ from .triton_jit import jit, tl, triton
 # Tokens a segment in the backward pass: the gradient kernel takes 28 ms with 256 and 35 with 512.
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
-ADJOINT_REGISTERS = 168  # three programs a multiprocessor, and none of their registers is spilled
-# Of the four fragments of 32 keys, those in which two keys share a reciprocal: 9.2, 9.1, 9.3, 9.5, 9.6 ms with 0 to 4;
-# with 2 all tests have run on a GPU.
-ADJOINT_SHARED = 2
+# Not measured yet, but no register is spilled: value rows of a program of `sub_chunk_starts` (168 registers), tokens of
+# one of `carry_rows` (122) and of `carry_keys` (168), and its keys
+START_ROWS = 32
+CARRY_TOKENS = 64
+CARRY_KEYS = 64
 SPAN_BLOCK = 4  # sub-chunks of a program of `sum_spans`: one warp, eight lanes for each
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
 STATE_COPIES = 2 + BACKWARD_SEGMENT // SUB_CHUNK // 2
@@ -92,11 +98,14 @@ def _by_column(b_v, SUBS: tl.constexpr):
 
 @jit
 def sum_spans(
-    spans, dvx, dt, A, ddt, dA, dprior,
+    spans, dvx, flow, whole, dt, A, ddt, dA, dprior,
     dt_b, dt_t, dt_h, ddt_b, ddt_t, ddt_h, T, TP, H,
-    SUBS: tl.constexpr, NW: tl.constexpr,
+    S: tl.constexpr, PARTS: tl.constexpr, SUBS: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient kernel's spans: ddt, and for SUBS sub-chunks the parts of dA and dprior [b, h, blocks]."""
+    """From the gradient kernel's spans: ddt, and for SUBS sub-chunks the parts of dA and dprior [b, h, blocks].
+
+    To after the segment of S tokens flow [2, b, h, TP] from each token and whole [2, b, h, TP / S PARTS] from before it.
+    """
     i_bh = tl.program_id(1).to(tl.int64)
     b = i_bh // H
     h = i_bh % H
@@ -117,6 +126,21 @@ def sum_spans(
     b_g = sums[10][0] + sums[10][1] + sums[10][2] + sums[10][3]
     b_g8 = sums[11][0] + sums[11][1] + sums[11][2] + sums[11][3]
     b_start = sums[12][0] + sums[12][1] + sums[12][2] + sums[12][3]
+    # of what leaves the segment, what comes from before the sub-chunk, and from its tokens
+    o_l = tl.arange(0, 16)[None, :]
+    first = (sub * 16 // S * S)[:, None]
+    m_before = m_sub & (first + tl.arange(0, S)[None, :] < sub[:, None] * 16)
+    p_whole = whole + i_bh * (TP // S * PARTS) + first // S * PARTS + tl.arange(0, PARTS)[None, :]
+    p_flow = flow + i_bh * TP
+    m_flow = sub[:, None] * 16 + o_l < T
+    b_through = tl.zeros([SUBS], tl.float32)
+    b_flow = tl.zeros([SUBS, 16], tl.float32)
+    for _ in tl.static_range(2):  # M and Ibar
+        b_through += tl.sum(tl.load(p_whole, mask=m_sub, other=0.0), 1)
+        b_through += tl.sum(tl.load(p_flow + first + tl.arange(0, S)[None, :], mask=m_before, other=0.0), 1)
+        b_flow += tl.load(p_flow + sub[:, None] * 16 + o_l, mask=m_flow, other=0.0)
+        p_whole += tl.num_programs(1).to(tl.int64) * (TP // S * PARTS)
+        p_flow += tl.num_programs(1).to(tl.int64) * TP
     b_A = tl.load(A + h)
     b_dA = tl.zeros([SUBS], tl.float32)
     for j in tl.static_range(15, -1, -1):
@@ -126,7 +150,7 @@ def sum_spans(
         if j >= 8:
             b_g8 += sums[4 + j % 2][j % 8 // 2]
             b_q += tl.where(g + 8 < j, b_g8, 0.0)
-        b_q = tl.sum(b_q, 1)  # d log alpha
+        b_q = tl.sum(b_q, 1) + b_through + tl.sum(tl.where(o_l < j, b_flow, 0.0), 1)  # d log alpha
         t = sub * 16 + j
         m_t = t < T
         b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
@@ -170,15 +194,16 @@ def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
     )  # fmt: skip
 
 
-def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment):
-    """Step 4 for heads of one group: slot k of adjoints = adjoint of segment k's start from its own tokens.
+def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment, dot_types):
+    """Step 4 and the gradient kernel, for heads of one group: what each segment's own tokens cause.
 
-    Returns what `segment_gradients` needs: `rows` and `decays` of `prepare_rows`, and the states at the
-    sub-chunks' starts `[b, h, segments S / 16, p / 8, 2, n, 8]` bfloat16.
+    Slot k of adjoints becomes the adjoint of segment k's start. Returns dB and dC `[2, b, h, segments S, n]`, and what
+    `carry_gradients` needs: the gradients of dt x and beta in `rows`, and `spans`.
     """
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], adjoints.shape[2] - 1
     chunks = segments * segment // SUB_CHUNK
+    padded = chunks * SUB_CHUNK
     rows = x.new_empty(batch, heads, chunks, head_dim, ROW_WORDS, dtype=torch.float32)
     decays = x.new_empty(batch, heads, chunks, 272, dtype=torch.float32)
     prepare_rows[(chunks, batch * heads)](
@@ -187,36 +212,48 @@ def segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, s
         P=head_dim, HAS_DOC=doc is not None, num_warps=2,
     )  # fmt: skip
     starts = x.new_empty(batch, heads, chunks, head_dim // 8, 2, state_size, 8, dtype=torch.bfloat16)
-    x, beta, B, C, dy = _pairs(x), _pairs(beta), _pairs(B), _pairs(C), _pairs(dy)
-    segment_adjoints_kernel[(2, segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, dy, dt if doc is None else doc, states, starts.view(torch.int32), adjoints,
-        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
-        time, chunks * SUB_CHUNK, heads, heads, segments, segment, HAS_DOC=doc is not None,
-        SHARED=ADJOINT_SHARED, num_warps=4, maxnreg=ADJOINT_REGISTERS,
+    sub_chunk_starts[(segments * (head_dim // START_ROWS), batch * heads)](
+        x, dt, beta, B, states, decays, starts,
+        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], time, padded, heads, heads, segments, segment,
+        P=head_dim, N=state_size, BP=START_ROWS, **dot_types, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return rows, decays, starts
-
-
-def segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, dx, ddt, dbeta, segment):
-    """Step 5 for heads of one group; returns dB and dC `[2, b, h, segments S, n]`, dA and dprior `[2, h]`."""
-    batch, time, heads, _ = x.shape
-    state_size, segments = B.shape[3], adjoints.shape[2] - 1
-    rows, decays, starts = prepared
-    chunks = rows.shape[2]
-    padded = chunks * SUB_CHUNK
     spans = x.new_empty(batch, heads, chunks, NUM_WARPS, SPAN_WORDS, 32, dtype=torch.float32)
-    dvx = x.new_empty(batch, heads, padded, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
     B, C = _pairs(B), _pairs(C)
     segment_gradients_kernel[(segments, batch * heads)](
-        x, dt, B, C, I_prior, rows, decays, starts.view(torch.int32), adjoints, dx, dbeta, dvx, *keys, spans,
-        *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], *dx.stride()[:3],
-        time, padded, heads, heads, segments, segment, num_warps=NUM_WARPS,
+        B, C, I_prior, rows, decays, starts.view(torch.int32), adjoints, *keys, spans,
+        *B.stride()[:3], *C.stride()[:3], time, padded, heads, heads, segments, segment, num_warps=NUM_WARPS,
     )  # fmt: skip
-    blocks = triton.cdiv(chunks, SPAN_BLOCK)
+    return keys, (rows, spans)
+
+
+def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, keys, dx, ddt, dbeta, segment, dot_types):
+    """Add what the adjoint after each segment, slot k + 1 of adjoints, causes to what its `own` tokens do.
+
+    Writes dx, ddt and dbeta and adds to dB, the first of `keys`; returns dA and dprior `[2, h]`.
+    """
+    batch, time, heads, head_dim = x.shape
+    state_size, segments = B.shape[3], decay.shape[2]
+    rows, spans = own
+    padded, block = segments * segment, min(segment, CARRY_TOKENS)
+    dvx, w = x.new_empty(2, batch, heads, padded, dtype=torch.float32)
+    flow = x.new_empty(2, batch, heads, padded, dtype=torch.float32)
+    whole = x.new_empty(2, batch, heads, padded // block, dtype=torch.float32)
+    sizes = {"S": segment, "BT": block, "P": head_dim, "N": state_size, **dot_types}
+    carry_rows[(padded // block, batch * heads, 2)](
+        x, dt, beta, A, B, dt if doc is None else doc, rows, states, adjoints, decay, dx, dbeta, dvx, w, flow, whole,
+        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:2], *dx.stride()[:3],
+        time, padded, heads, segments, HAS_DOC=doc is not None, **sizes, num_warps=8, num_stages=1,
+    )  # fmt: skip
+    carry_keys[(triton.cdiv(time, block) * (state_size // CARRY_KEYS), batch)](
+        x, dt, beta, B, adjoints, w, keys[0],
+        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:2],
+        time, padded, heads, segments, BN=CARRY_KEYS, **sizes, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    blocks = triton.cdiv(padded // SUB_CHUNK, SPAN_BLOCK)
     scalars = x.new_empty(2, batch, heads, blocks, dtype=torch.float32)
     sum_spans[(blocks, batch * heads)](
-        spans, dvx, dt, A, ddt, *scalars, *dt.stride(), *ddt.stride(), time, padded, heads,
-        SUBS=SPAN_BLOCK, NW=NUM_WARPS, num_warps=1,
+        spans, dvx, flow, whole, dt, A, ddt, *scalars, *dt.stride(), *ddt.stride(), time, padded, heads,
+        S=segment, PARTS=segment // block, SUBS=SPAN_BLOCK, NW=NUM_WARPS, num_warps=1,
     )  # fmt: skip
-    return keys, scalars.sum((1, 3))
+    return scalars.sum((1, 3))

@@ -28,8 +28,11 @@ The backward pass saves nothing but the inputs. It runs 1 and 2 again, with shor
    from s < r to t ≥ r, D (dt x Q + beta Q_I); from the start to t ≥ r, decay (Z M_start + Z_I Ibar_start); from s < r
    to the end, decay (dt x B E_M + beta B² E_I); from the start to the end, decay (E_M M_start + E_I Ibar_start).
 
+On Hopper step 4 is one of products and a segment's gradients come first from its own tokens, then from the adjoint after
+it: `hopper_scan.py` has that order.
+
 A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by, but
-on Hopper products of decays that are at least 2^-16.
+in the read-out on Hopper products of decays that are at least 2^-16.
 Sums over heads, key blocks and time go through float32 partial results and a fixed order: results are deterministic.
 The launches of the backward pass take a few heads at a time, which bounds its memory.
 """
@@ -43,9 +46,9 @@ from .decay import document_numbers
 from .hopper_scan import BACKWARD_SEGMENT as TUNED_SEGMENT
 from .hopper_scan import ROW_VALUES as TUNED_ROW_VALUES
 from .hopper_scan import STATE_COPIES as TUNED_STATE_COPIES
+from .hopper_scan import carry_gradients as tuned_carry_gradients
 from .hopper_scan import fits as tuned_fits
 from .hopper_scan import read_out as tuned_read_out
-from .hopper_scan import segment_adjoints as tuned_segment_adjoints
 from .hopper_scan import segment_gradients as tuned_segment_gradients
 from .triton_backward import reduce_heads, reduce_rows, segment_adjoints, segment_gradients, skip_backward
 from .triton_forward import pass_states, read_out, segment_states
@@ -181,7 +184,9 @@ def _backward_heads(
         adjoints[:, :, -1].copy_(dfinal[:, heads])
     flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
     if tuned:
-        prepared = tuned_segment_adjoints(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment)
+        keys, own = tuned_segment_gradients(
+            x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment, _dot_types(x)
+        )
     else:
         BP = 8
         segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
@@ -195,7 +200,9 @@ def _backward_heads(
         dinitial[:, heads].copy_(adjoints[:, :, 0])
     outputs = (dx, ddt, dbeta, segment)
     if tuned:
-        keys, scalars = tuned_segment_gradients(x, dt, A, B, C, I_prior, prepared, adjoints, *outputs)
+        scalars = tuned_carry_gradients(
+            x, dt, A, B, beta, doc, states, adjoints, decay, own, keys, *outputs, _dot_types(x)
+        )
     else:
         keys, scalars = _gradients_portable(
             x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, *outputs, dvar, flags

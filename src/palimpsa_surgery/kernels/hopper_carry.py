@@ -1,0 +1,204 @@
+"""What the gradient kernel of `hopper_gradients.py` leaves to matrix products, in plain Triton.
+
+Before it, `sub_chunk_starts` carries the states of a segment over its sub-chunks of 16 tokens. After it and
+`pass_states`, `carry_rows` and `carry_keys` add what the adjoints E and E_I after a segment send back to its tokens.
+With w[s] the decay from token s to the segment's end and v = dt x,
+
+    d v[s] += w[s] E B[s]        d beta[s] += w[s] E_I B[s]²        dB[s] += Eᵀ (w v)[s] + 2 B[s] E_Iᵀ (w beta)[s]
+
+and, of the gradient of log alpha, from s to after the segment flows w[s] (v · E B + beta · E_I B²), from before the
+segment decay (E · M_start + E_I · Ibar_start).
+"""
+
+from .triton_jit import jit, tl
+
+
+@jit
+def _add_product(b_keys, b_written, b_sum, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """b_sum + b_keys b_written, whose rows are not rounded: they are two parts of the operands' type."""
+    b_part = b_written.to(DOT)
+    b_rest = (b_written - b_part.to(tl.float32)).to(DOT)
+    b_sum = tl.dot(b_keys, b_part, acc=b_sum, input_precision=PRECISION)
+    return tl.dot(b_keys, b_rest, acc=b_sum, input_precision=PRECISION)
+
+
+@jit
+def sub_chunk_starts(
+    x, dt, beta, B, states, decays, starts,
+    x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g,
+    T, TP, H, HPG, NSEG, S,
+    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """starts [b, h, TP / 16, p / 8, 2, n, p % 8] = M and Ibar before every 16th token of one segment, BP value rows.
+
+    states [b, h, NSEG + 1, 2, p, n]; decays as of `hopper_scan.prepare_rows`.
+    """
+    i_p = tl.program_id(0) % (P // BP)
+    i_seg = (tl.program_id(0) // (P // BP)).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    b = i_bh // H
+    h = i_bh % H
+    o_l = tl.arange(0, 16)
+    o_p = i_p * BP + tl.arange(0, BP)
+    o_n = tl.arange(0, N)
+    t0 = i_seg * S
+    time = tl.minimum(S, T - t0).to(tl.int32)
+    p_x = x + b * x_b + h * x_h + t0 * x_t + o_l[:, None] * x_t + o_p[None, :]
+    p_beta = beta + b * beta_b + h * beta_h + t0 * beta_t + o_l[:, None] * beta_t + o_p[None, :]
+    p_B = B + b * B_b + (h // HPG) * B_g + t0 * B_t + o_l[None, :] * B_t + o_n[:, None]
+    p_dt = dt + b * dt_b + h * dt_h + t0 * dt_t + o_l * dt_t
+    chunk = i_bh * (TP // 16) + i_seg * (S // 16)
+    p_out = decays + chunk * 272 + o_l * 16 + 15  # from s to the sub-chunk's end
+    p_s = states + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N + o_p[None, :] * N + o_n[:, None]
+    p_starts = starts + chunk * (2 * P * N) + (o_p // 8 * (16 * N) + o_p % 8)[None, :] + o_n[:, None] * 8
+    b_M = tl.load(p_s)  # [N, BP]
+    b_I = tl.load(p_s + P * N)
+    for start in range(0, time, 16):
+        tl.store(p_starts, b_M.to(starts.dtype.element_ty))
+        tl.store(p_starts + 8 * N, b_I.to(starts.dtype.element_ty))
+        m_t = start + o_l < time
+        b_out = tl.load(p_out)  # [16]
+        b_keep = tl.load(decays + chunk * 272 + start * 17 + 271)
+        b_dt = tl.load(p_dt, mask=m_t, other=0.0)
+        b_x = tl.load(p_x, mask=m_t[:, None], other=0.0).to(tl.float32)  # [16, BP]
+        b_u = tl.load(p_beta, mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_B = tl.load(p_B, mask=m_t[None, :], other=0.0)  # [N, 16]
+        b_Bf = b_B.to(tl.float32)
+        b_M = _add_product(b_B.to(DOT), b_x * (b_dt * b_out)[:, None], b_M * b_keep, DOT, PRECISION)
+        b_I = _add_product((b_Bf * b_Bf).to(DOT), b_u * b_out[:, None], b_I * b_keep, DOT, PRECISION)
+        p_x += 16 * x_t
+        p_beta += 16 * beta_t
+        p_B += 16 * B_t
+        p_dt += 16 * dt_t
+        p_out += 272
+        p_starts += 2 * P * N
+
+
+@jit
+def _carry_state(
+    B, rows, states, adjoints, decay, flow, whole, p_written, p_out, p_dvx, b_scale, b_w, m_t, i_t, i_bh,
+    w_t, B_t, g_t, TP, NSEG,
+    STATE: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `carry_rows` does for one state, M (STATE = 0) or Ibar (1); what is written is x or beta times b_scale."""
+    o_t = tl.arange(0, BT)
+    o_p = tl.arange(0, P)
+    o_n = tl.arange(0, N)
+    t0 = i_t * BT
+    i_seg = t0 // S
+    i_out = STATE * tl.num_programs(1) + i_bh
+    p_E = adjoints + ((i_bh * (NSEG + 1) + i_seg + 1) * 2 + STATE) * P * N
+    b_E = tl.load(p_E + o_p[:, None] * N + o_n[None, :]).to(DOT)  # [P, N]
+    b_K = tl.load(B + t0 * B_t + o_t[:, None] * B_t + o_n[None, :], mask=m_t[:, None], other=0.0)  # [BT, N]
+    if STATE == 1:
+        b_K = b_K.to(tl.float32) * b_K.to(tl.float32)
+    b_x = tl.load(p_written + o_t[:, None] * w_t + o_p[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+    b_d = tl.dot(b_K.to(DOT), tl.trans(b_E), input_precision=PRECISION) * b_w[:, None]  # [BT, P]
+    tl.store(flow + i_out * TP + t0 + o_t, tl.sum(b_x * b_d, 1) * b_scale, mask=m_t)
+    o_row = (o_t // 16 * (64 * P) + o_t % 16)[:, None] + o_p[None, :] * 64
+    b_d += tl.load(rows + (i_bh * TP + t0) * (4 * P) + STATE * 16 + o_row, mask=m_t[:, None], other=0.0)
+    if STATE == 0:
+        tl.store(p_dvx + o_t, tl.sum(b_x * b_d, 1), mask=m_t)
+    b_d = (b_d * b_scale[:, None]).to(p_out.dtype.element_ty)
+    tl.store(p_out + o_t[:, None] * g_t + o_p[None, :], b_d, mask=m_t[:, None])
+    # a segment's programs share the sum over its starting state
+    PW: tl.constexpr = P * BT // S
+    o_part = (i_t % (S // BT) * PW + tl.arange(0, PW))[:, None] * N + o_n[None, :]
+    p_s = states + ((i_bh * (NSEG + 1) + i_seg) * 2 + STATE) * P * N
+    b_whole = tl.sum(tl.sum(tl.load(p_E + o_part) * tl.load(p_s + o_part), 1), 0)
+    tl.store(whole + i_out * (TP // BT) + i_t, b_whole * tl.load(decay + i_bh * NSEG + i_seg))
+
+
+@jit
+def carry_rows(
+    x, dt, beta, A, B, doc, rows, states, adjoints, decay, dx, dbeta, dvx, w, flow, whole,
+    x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, g_b, g_t, g_h, T, TP, H, NSEG,
+    S: tl.constexpr, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HAS_DOC: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dx or dbeta of BT tokens of a segment of S and one head, and what `carry_keys` and the sum over spans need.
+
+    rows [b, h, TP / 16, p, 64] hold what the segment's own tokens cause, as `hopper_gradients.segment_gradients` leaves
+    it; slot k + 1 of adjoints [b, h, NSEG + 1, 2, p, n] is the adjoint after segment k, slot k of states the state
+    before it and decay [b, h, NSEG] what it keeps. dx and dbeta have strides g_*; dvx [b, h, TP] = Σ_p x d v;
+    w [b, h, TP]. What flows to after the segment, by M and by Ibar: flow [2, b, h, TP] from each token, whole
+    [2, b, h, TP / BT] from before the segment, in a part for each program.
+    """
+    i_t = tl.program_id(0).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    b = i_bh // H
+    h = i_bh % H
+    o_t = tl.arange(0, BT)
+    t0 = i_t * BT
+    end = tl.minimum(t0 // S * S + S, T)  # of the segment
+    m_t = t0 + o_t < T
+    b_A = tl.load(A + h)
+    p_dt = dt + b * dt_b + h * dt_h + t0 * dt_t
+    b_dt = tl.load(p_dt + o_t * dt_t, mask=m_t, other=0.0)
+    # decay to the segment's end, over the later tokens alone: the token's own may be larger by far
+    b_later = tl.load(p_dt + (o_t + 1) * dt_t, mask=(o_t + 1 < BT) & (t0 + o_t + 1 < T), other=0.0)
+    o_s = BT + tl.arange(0, S)
+    b_rest = tl.sum(tl.load(p_dt + o_s * dt_t, mask=t0 + o_s < end, other=0.0), 0)
+    b_w = tl.exp(tl.cumsum(-b_A * b_later, 0, reverse=True) - b_A * b_rest)
+    if HAS_DOC:
+        b_doc = tl.load(doc + b * T + t0 + o_t, mask=m_t, other=-1)
+        b_w = tl.where(b_doc == tl.load(doc + b * T + end - 1), b_w, 0.0)
+    p_B = B + b * B_b
+    p_g = b * g_b + h * g_h + t0 * g_t
+    p_dvx = dvx + i_bh * TP + t0
+    if tl.program_id(2) == 0:
+        tl.store(w + i_bh * TP + t0 + o_t, b_w, mask=m_t)
+        _carry_state(
+            p_B, rows, states, adjoints, decay, flow, whole, x + b * x_b + h * x_h + t0 * x_t, dx + p_g, p_dvx,
+            b_dt, b_w, m_t, i_t, i_bh, x_t, B_t, g_t, TP, NSEG, 0, S, BT, P, N, DOT, PRECISION,
+        )  # fmt: skip
+    else:
+        _carry_state(
+            p_B, rows, states, adjoints, decay, flow, whole, beta + b * beta_b + h * beta_h + t0 * beta_t,
+            dbeta + p_g, p_dvx, tl.full([BT], 1.0, tl.float32), b_w, m_t, i_t, i_bh, beta_t, B_t, g_t, TP, NSEG,
+            1, S, BT, P, N, DOT, PRECISION,
+        )  # fmt: skip
+
+
+@jit
+def carry_keys(
+    x, dt, beta, B, adjoints, w, dB,
+    x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, T, TP, H, NSEG,
+    S: tl.constexpr, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the adjoint after the segment causes, summed over all heads, to dB [b, h, TP, n] of the first head.
+
+    Of BT tokens and BN keys; the other arguments are those of `carry_rows`.
+    """
+    i_n = tl.program_id(0) % (N // BN)
+    b = tl.program_id(1).to(tl.int64)
+    o_t = tl.arange(0, BT)
+    o_p = tl.arange(0, P)
+    o_n = i_n * BN + tl.arange(0, BN)
+    t0 = (tl.program_id(0) // (N // BN)).to(tl.int64) * BT
+    m_t = t0 + o_t < T
+    p_dt = dt + b * dt_b + t0 * dt_t + o_t * dt_t
+    p_w = w + b * H * TP + t0 + o_t
+    p_x = x + b * x_b + t0 * x_t + o_t[:, None] * x_t + o_p[None, :]
+    p_u = beta + b * beta_b + t0 * beta_t + o_t[:, None] * beta_t + o_p[None, :]
+    p_E = adjoints + (b * H * (NSEG + 1) + t0 // S + 1) * (2 * P * N) + o_p[:, None] * N + o_n[None, :]
+    b_M = tl.zeros([BT, BN], tl.float32)
+    b_I = tl.zeros([BT, BN], tl.float32)
+    for _ in range(H):
+        b_w = tl.load(p_w, mask=m_t, other=0.0)
+        b_vw = tl.load(p_dt, mask=m_t, other=0.0) * b_w
+        b_x = tl.load(p_x, mask=m_t[:, None], other=0.0).to(tl.float32) * b_vw[:, None]  # [BT, P]
+        b_M = tl.dot(b_x.to(DOT), tl.load(p_E).to(DOT), acc=b_M, input_precision=PRECISION)
+        b_u = tl.load(p_u, mask=m_t[:, None], other=0.0).to(tl.float32) * b_w[:, None]
+        b_I = tl.dot(b_u.to(DOT), tl.load(p_E + P * N).to(DOT), acc=b_I, input_precision=PRECISION)
+        p_dt += dt_h
+        p_w += TP
+        p_x += x_h
+        p_u += beta_h
+        p_E += (NSEG + 1).to(tl.int64) * (2 * P * N)
+    b_B = tl.load(B + b * B_b + t0 * B_t + o_t[:, None] * B_t + o_n[None, :], mask=m_t[:, None], other=0.0)
+    p_dB = dB + (b * H * TP + t0 + o_t[:, None]) * N + o_n[None, :]
+    b_dB = tl.load(p_dB, mask=m_t[:, None], other=0.0) + b_M + 2.0 * b_B.to(tl.float32) * b_I
+    tl.store(p_dB, b_dB, mask=m_t[:, None])
