@@ -1,8 +1,8 @@
 """The Triton kernels against the float64 loop through Triton's interpreter on the CPU.
 
 The interpreter must be chosen before Triton is imported, so one process of its own makes all comparisons. Scans in
-float32 and float16 only: the interpreter's bfloat16 products are wrong. The Hopper kernels are Gluon:
-`test_hopper_lanes.py`.
+float32 and float16 only: the interpreter's bfloat16 products are wrong. Of the Hopper kernels those that are not Gluon;
+for the others there is `test_hopper_lanes.py`.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import carry_cases
 import conv_cases
 import norm_cases
 
@@ -35,10 +36,10 @@ PROGRAM = """
 import json, sys, traceback
 sys.path.insert(0, {tests!r})
 import torch
-import conv_cases, norm_cases
+import carry_cases, conv_cases, norm_cases
 from helpers import assert_close
 from scan_cases import Case, between_nan, check, make
-from palimpsa_surgery.kernels import triton_conv, triton_scan
+from palimpsa_surgery.kernels import hopper_scan, triton_conv, triton_scan
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
 from palimpsa_surgery.kernels.triton_step import palimpsa_step_triton
 
@@ -46,12 +47,14 @@ torch.set_num_threads(1)
 triton_scan.FORWARD_SEGMENT, triton_scan.BACKWARD_SEGMENT, triton_scan.WORKSPACE_BYTES = 16, 32, 1
 triton_scan.MAX_GRID = 3
 triton_conv.BQ, triton_conv.R = 8, 8
+hopper_scan.CARRY_TOKENS = 32
 
-empty = torch.empty
-def poisoned(*arguments, **options):
-    v = empty(*arguments, **options)
-    return v.fill_(float("nan")) if v.is_floating_point() else v
-torch.empty = poisoned
+def poisoned(empty):
+    def make(*arguments, **options):
+        v = empty(*arguments, **options)
+        return v.fill_(float("nan")) if v.is_floating_point() else v
+    return make
+torch.empty, torch.Tensor.new_empty = poisoned(torch.empty), poisoned(torch.Tensor.new_empty)
 
 def scan(case):
     half = case.dtype is torch.float16
@@ -84,6 +87,9 @@ comparisons |= {{"norm-operator": lambda: norm_cases.check_operator("cpu")}}
 bounds = {{torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 4e-3}}
 comparisons |= {{str(case): lambda case=case: conv_cases.check(case, bounds) for case in conv_cases.COVERED}}
 comparisons |= {{name: getattr(conv_cases, name) for name in {checks}}}
+# starts are cut off to bfloat16
+carry = lambda case: carry_cases.check(case, 2e-6, 2**-7)
+comparisons |= {{f"carry {{case}}": lambda case=case: carry(case) for case in carry_cases.CASES}}
 for name, compare in comparisons.items():
     try:
         compare()
@@ -117,4 +123,9 @@ def test_norm_equals_its_definition(failures, name):
 
 @pytest.mark.parametrize("name", [*map(str, conv_cases.COVERED), *CONV_CHECKS])
 def test_convolution(failures, name):
+    assert failures[name] is None, failures[name]
+
+
+@pytest.mark.parametrize("name", [f"carry {case}" for case in carry_cases.CASES])
+def test_what_comes_from_later_segments(failures, name):
     assert failures[name] is None, failures[name]

@@ -12,9 +12,10 @@ at a time; a warp has 32 keys n. With D[s, t] the decay from s to t, for one row
     E  = e_in[last] E + Z e_in             the adjoint of the starting state, eight rows a tile
 
 and dB + 2 B G in the end. What E, the adjoint after the sub-chunk, adds to d v, d beta, dB and G are products of
-eight rows. It begins with zero at the segment's end: what later segments add is linear in their adjoint and is left to
-`hopper_carry.py`, as is the sum with what this kernel finds, d v and d beta in place of their rows' operands. The gradient of log alpha[j] is the sum over all spans from s < j (or the start) to t >= j (or the end) of
+eight rows. The gradient of log alpha[j] is the sum over all spans from s < j (or the start) to t >= j (or the end) of
 what flows along them: `spans` gets the terms of each span, summed over rows; nothing is subtracted.
+
+E is zero at the segment's end. What later segments add to the gradients is linear in their adjoint: `hopper_carry.py`.
 """
 
 from .hopper_lanes import (

@@ -1,11 +1,11 @@
 """Launches of the kernels for Hopper; `triton_scan.py` asks `fits` and has the portable path.
 
-Letters as in `triton_scan.py`, whose backward pass changes its order here: steps 4 and 5 are
+Letters as in `triton_scan.py`, whose backward pass goes on from step 2 in another order here:
 
 4. `prepare_rows` and `sub_chunk_starts`: operands, and the states before every 16th token.
-5. `segment_gradients`: the gradients that a segment's own tokens cause, and the adjoint of its start; then `pass_states`
-   backwards, and from the adjoint after each segment, by matrix products, `carry_rows` and `carry_keys`: the rest.
-   `sum_spans`: the gradient of log alpha.
+5. `segment_gradients`: the gradients that a segment's own tokens cause, and the adjoint of its start.
+6. `pass_states` backwards, and `carry_rows` and `carry_keys`: by matrix products, what the adjoint after each segment
+   adds. `sum_spans`: the gradient of log alpha.
 """
 
 import torch
@@ -104,7 +104,8 @@ def sum_spans(
 ):  # fmt: skip
     """From the gradient kernel's spans: ddt, and for SUBS sub-chunks the parts of dA and dprior [b, h, blocks].
 
-    To after the segment of S tokens flow [2, b, h, TP] from each token and whole [2, b, h, TP / S PARTS] from before it.
+    From each token, flow [2, b, h, TP], and from before its segment of S tokens, whole [2, b, h, TP / S PARTS], to
+    after the segment.
     """
     i_bh = tl.program_id(1).to(tl.int64)
     b = i_bh // H
@@ -195,7 +196,7 @@ def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
 
 
 def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment, dot_types):
-    """Step 4 and the gradient kernel, for heads of one group: what each segment's own tokens cause.
+    """Steps 4 and 5 for heads of one group: what each segment's own tokens cause.
 
     Slot k of adjoints becomes the adjoint of segment k's start. Returns dB and dC `[2, b, h, segments S, n]`, and what
     `carry_gradients` needs: the gradients of dt x and beta in `rows`, and `spans`.
@@ -214,8 +215,8 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     starts = x.new_empty(batch, heads, chunks, head_dim // 8, 2, state_size, 8, dtype=torch.bfloat16)
     sub_chunk_starts[(segments * (head_dim // START_ROWS), batch * heads)](
         x, dt, beta, B, states, decays, starts,
-        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], time, padded, heads, heads, segments, segment,
-        P=head_dim, N=state_size, BP=START_ROWS, **dot_types, num_warps=4, num_stages=2,
+        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3],
+        time, padded, heads, heads, segments, segment, P=head_dim, N=state_size, BP=START_ROWS, **dot_types, num_warps=4, num_stages=2,
     )  # fmt: skip
     spans = x.new_empty(batch, heads, chunks, NUM_WARPS, SPAN_WORDS, 32, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
@@ -228,7 +229,7 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
 
 
 def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, keys, dx, ddt, dbeta, segment, dot_types):
-    """Add what the adjoint after each segment, slot k + 1 of adjoints, causes to what its `own` tokens do.
+    """Step 6, adjoints passed on: what the adjoint after segment k, slot k + 1, adds to what its `own` tokens cause.
 
     Writes dx, ddt and dbeta and adds to dB, the first of `keys`; returns dA and dprior `[2, h]`.
     """

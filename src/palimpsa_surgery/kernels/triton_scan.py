@@ -28,8 +28,8 @@ The backward pass saves nothing but the inputs. It runs 1 and 2 again, with shor
    from s < r to t ≥ r, D (dt x Q + beta Q_I); from the start to t ≥ r, decay (Z M_start + Z_I Ibar_start); from s < r
    to the end, decay (dt x B E_M + beta B² E_I); from the start to the end, decay (E_M M_start + E_I Ibar_start).
 
-On Hopper step 4 is one of products and a segment's gradients come first from its own tokens, then from the adjoint after
-it: `hopper_scan.py` has that order.
+On Hopper there is no step 4. Step 5 starts without an adjoint after the segment, what that adds being linear in it:
+`hopper_scan.py` has the order.
 
 A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by, but
 in the read-out on Hopper products of decays that are at least 2^-16.
