@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from palimpsa_surgery.kernels.decay import decay_from_start, decay_within, document_numbers
+from palimpsa_surgery.kernels.hopper_scan import BACKWARD_SEGMENT
 from scan_cases import Data, Gradients
 
 SUB_CHUNK = 16
 
 
-def emulate(data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool = False) -> Gradients:
+def emulate(
+    data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool = False, segment: int = BACKWARD_SEGMENT
+) -> Gradients:
     """The scan and its gradients in float64, but for the operands of matrix products and the results.
 
     The operands are rounded where tensor cores would take them (decay ∘ (dt x), decay ∘ beta, B², the direct adjoints
@@ -21,7 +24,10 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool =
     Args:
         dtype: type to round to; None rounds nothing, so that the result is the recurrence's own.
         tuned: round what the Hopper kernels round, which leave more to the tensor cores: both factors of decay ∘ (dt x)
-            and decay ∘ beta, the state at a sub-chunk's start and its decay, and decay ∘ Q before it is summed.
+            and decay ∘ beta, the state at a sub-chunk's start and its decay, and decay ∘ Q before it is summed. What a
+            sub-chunk adds to the next one's starting state is not rounded, and what the adjoint after a segment causes
+            is a product of its own.
+        segment: tokens of such a segment, a multiple of a sub-chunk's.
 
     Returns:
         The entries of `scan_cases.differentiate`, in float64.
@@ -68,7 +74,9 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool =
 
     y, var, starts = torch.empty_like(x), torch.empty_like(x), []
     for now in spans:
-        starts.append((M, Ibar))
+        if not tuned or now.start % segment == 0:
+            carried = (M, Ibar)
+        starts.append(carried)
         D, start = decays(now)
         all_M = states(value[:, :, now], B[:, :, now], D, start, M)
         all_I = states(beta[:, :, now], squares[:, :, now], D, start, Ibar)
@@ -79,12 +87,35 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool =
             + start[..., -1, None, None] * state
             for written, key, state in ((value, B, M), (beta, squares, Ibar))
         )
+        carried = [
+            (D[..., -1, :, None] * written[:, :, now]).transpose(-1, -2) @ r(key[:, :, now])
+            + start[..., -1, None, None] * state
+            for written, key, state in ((value, B, carried[0]), (beta, squares, carried[1]))
+        ]
     final_state = torch.stack((M, Ibar), 2)
 
     dvalue, dbeta, dB, dC = (torch.empty_like(v) for v in (value, beta, B, C))
     dlog, dprior = torch.zeros_like(dt), torch.zeros_like(a["I_prior"])
     E = list(data.dfinal.double().unbind(2))
+
+    def carry(now: slice, state: tuple[Tensor, Tensor]) -> None:
+        """What the adjoint after a segment adds to the gradients of its tokens."""
+        D, start = decays(now)
+        w, keep = D[..., -1, :, None], start[..., -1]
+        for after, first, written, key, dwritten, factor in (
+            (late[0], state[0], value, B, dvalue, 1.0),
+            (late[1], state[1], beta, squares, dbeta, 2.0 * B[:, :, now]),
+        ):
+            written, key = written[:, :, now], key[:, :, now]
+            added = w * (r(key) @ r(after).transpose(-1, -2))  # [b, h, s, p]
+            dwritten[:, :, now] += added
+            dB[:, :, now] += factor * (r(w * written) @ r(after))
+            flow = (added * written).sum(-1)
+            dlog[..., now] += flow.cumsum(-1) - flow + (keep * (after * first).sum((-1, -2)))[..., None]
+
     for now, state in zip(reversed(spans), reversed(starts), strict=True):
+        if tuned and (now.stop == time or now.stop % segment == 0):
+            late, E = E, [torch.zeros_like(M), torch.zeros_like(M)]
         D, start = decays(now)
         end = D[..., -1, :]
         all_M = states(value[:, :, now], B[:, :, now], D, start, state[0])
@@ -100,13 +131,13 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool =
         for i, (direct, written, key) in enumerate(((Z, value, B), (Z_I, beta, squares))):
             written, key, rounded = written[:, :, now], key[:, :, now], r(direct)
             Q = torch.einsum("bhsn,bhtpn->bhpst", r(key), rounded) * D.transpose(-1, -2)[:, :, None]
-            late = end[..., None] * (r(key) @ r(E[i]).transpose(-1, -2))  # [b, h, s, p]
+            leaving = end[..., None] * (r(key) @ r(E[i]).transpose(-1, -2))  # [b, h, s, p]
             within = torch.einsum("bhpst,bhsp->bhst", Q, written)
             begun = start * torch.einsum("bhtpn,bhpn->bht", r_tuned(direct), r_tuned(state[i]))
             whole = start[..., -1] * (r_tuned(E[i]) * r_tuned(state[i])).sum((-1, -2))
             dlog[..., now] += within.flip(-1).cumsum(-1).flip(-1).triu(1).sum(-2)
             dlog[..., now] += begun.flip(-1).cumsum(-1).flip(-1) + whole[..., None]
-            lost = (late * written).sum(-1)
+            lost = (leaving * written).sum(-1)
             dlog[..., now] += lost.cumsum(-1) - lost
             if tuned:
                 dkey.append(torch.einsum("bhtpn,bhtsp->bhsn", rounded, weights(written, D)))
@@ -116,9 +147,14 @@ def emulate(data: Data, variance: bool, dtype: torch.dtype | None, tuned: bool =
                 total = torch.einsum("bhtpn,bhts->bhspn", rounded, r(D)) + end[..., None, None] * E[i][:, :, None]
                 dkey.append(torch.einsum("bhsp,bhspn->bhsn", written, total))
                 E[i] = start[..., 0, None, None] * total[:, :, 0]
-            dwritten.append(r_tuned(Q).sum(-1).transpose(-1, -2) + late)
+            dwritten.append(r_tuned(Q).sum(-1).transpose(-1, -2) + leaving)
         dvalue[:, :, now], dbeta[:, :, now] = dwritten
         dB[:, :, now] = dkey[0] + 2 * B[:, :, now] * dkey[1]
+        if tuned and now.start % segment == 0:
+            whole = slice(now.start, min(now.start + segment, time))
+            carry(whole, state)
+            keep = decays(whole)[1][..., -1, None, None]
+            E = [own + keep * after for own, after in zip(E, late, strict=True)]
 
     def by_time(v: Tensor) -> Tensor:
         return v.transpose(1, 2)

@@ -13,6 +13,7 @@ from scan_cases import Case, differentiate, make
     "case",
     [
         Case(2, 35, 4, 5, 20, 2, initial=True, documents=3, variance=True),
+        Case(1, 100, 2, 5, 20, 1, initial=True),
         Case(1, 33, 2, 5, 8, 1, initial=True, extreme="decay", beta=False),
     ],
     ids=str,
@@ -21,7 +22,7 @@ from scan_cases import Case, differentiate, make
 def test_without_rounding_it_is_the_recurrence(case, tuned):
     data = make(case)
     expected = differentiate(palimpsa_scan_reference, data, case.variance, torch.float64)
-    actual = emulate(data, case.variance, None, tuned)
+    actual = emulate(data, case.variance, None, tuned, segment=32)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert_close(actual[name], value, 1e-14, name)

@@ -216,7 +216,8 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     sub_chunk_starts[(segments * (head_dim // START_ROWS), batch * heads)](
         x, dt, beta, B, states, decays, starts,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3],
-        time, padded, heads, heads, segments, segment, P=head_dim, N=state_size, BP=START_ROWS, **dot_types, num_warps=4, num_stages=2,
+        time, padded, heads, heads, segments, segment,
+        P=head_dim, N=state_size, BP=START_ROWS, **dot_types, num_warps=4, num_stages=2,
     )  # fmt: skip
     spans = x.new_empty(batch, heads, chunks, NUM_WARPS, SPAN_WORDS, 32, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
