@@ -6,7 +6,6 @@ from helpers import assert_close
 from palimpsa_surgery.kernels import hopper_scan
 from palimpsa_surgery.kernels.decay import document_numbers
 from palimpsa_surgery.kernels.hopper_gradients import NUM_WARPS, ROW_WORDS, SPAN_WORDS
-from palimpsa_surgery.kernels.triton_jit import tl
 from scan_cases import Case, Data, make
 
 # One whole segment and tails of a tile and of a sub-chunk; a document that begins inside of a segment and with one
@@ -62,10 +61,13 @@ def decays(data: Data, log_alpha):
     return torch.stack([v.prod(1) for v in alpha.split(SEGMENT, 1)], 2)
 
 
-def check(case: Case, tolerance: float, start_tolerance: float, device: str = "cpu") -> None:
-    """By autograd: starts, and what random adjoints after the segments add to random gradients, products in float32."""
+def check(case: Case, dot, tolerance: float, start_tolerance: float, device: str = "cpu") -> None:
+    """By autograd: starts, and what random adjoints after the segments add to random gradients.
+
+    `dot`: Triton's type of the products' operands.
+    """
     everything = make(case, device)
-    dot_types = {"DOT": tl.float32, "PRECISION": "ieee"}
+    dot_types = {"DOT": dot, "PRECISION": "ieee"}
     per_group = case.heads // case.groups
     doc = None if everything.seq_idx is None else document_numbers(everything.seq_idx).to(torch.int32)
     for group in range(case.groups):

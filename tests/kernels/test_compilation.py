@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from palimpsa_surgery.kernels import hopper_scan, triton_conv, triton_norm, triton_scan
+from palimpsa_surgery.kernels import hopper_carry, hopper_scan, triton_conv, triton_norm, triton_scan
+from palimpsa_surgery.kernels.triton_jit import tl
 from scan_cases import Case, make
 
 jit = pytest.importorskip("triton.runtime.jit")
@@ -141,3 +142,15 @@ def test_norm_compiles_without_a_gpu(gated, capability):
         sizes = triton_norm._sizes(group, getattr(triton_norm, f"{name.upper()}_CHANNELS"))
         constants = {"BN": sizes["BN"], "HAS_GATE": gated}
         compile_for(capability, getattr(triton_norm, f"norm_{name}"), types, constants, sizes["num_warps"])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
+    types = dict.fromkeys(("dt", "A", "rows", "decays", "decay", "states", "adjoints", "dB", "dvx", "w"), "*fp32")
+    types |= dict.fromkeys(("x", "beta", "B", "starts", "dx", "dbeta"), "*bf16")
+    types |= {"flow": "*fp32", "whole": "*fp32", "doc": "*i32" if packed else "*fp32"}
+    constants = {"P": 64, "N": 128, "DOT": tl.bfloat16, "PRECISION": "tf32"}
+    compile_for(90, hopper_carry.sub_chunk_starts, types, constants | {"BP": hopper_scan.START_ROWS}, 4)
+    constants |= {"S": hopper_scan.BACKWARD_SEGMENT, "BT": hopper_scan.CARRY_TOKENS}
+    compile_for(90, hopper_carry.carry_rows, types, constants | {"HAS_DOC": packed}, 8)
+    compile_for(90, hopper_carry.carry_keys, types, constants | {"BN": hopper_scan.CARRY_KEYS}, 4)

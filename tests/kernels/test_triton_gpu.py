@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import carry_cases
 import conv_cases
 import norm_cases
 from emulation import emulate
@@ -19,6 +20,7 @@ from palimpsa_surgery.kernels.chunked import palimpsa_scan_chunked
 from palimpsa_surgery.kernels.conv import causal_conv1d
 from palimpsa_surgery.kernels.hopper_scan import fits as tuned_fits
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
+from palimpsa_surgery.kernels.triton_jit import tl
 from palimpsa_surgery.kernels.triton_norm import rms_norm_triton
 from palimpsa_surgery.kernels.triton_scan import palimpsa_scan_triton
 from palimpsa_surgery.kernels.triton_step import palimpsa_step_triton
@@ -127,6 +129,11 @@ def check(case: Case, **options) -> None:
 @pytest.mark.parametrize("case", LENGTHS + EXTREMES + DOCUMENTS + SKIPS + OTHERS, ids=str)
 def test_scan(case):
     check(case)
+
+
+@pytest.mark.parametrize("case", carry_cases.CASES, ids=str)
+def test_what_comes_from_later_segments(case):
+    carry_cases.check(case, tl.bfloat16, 5e-3, 2**-8, "cuda")
 
 
 @pytest.mark.parametrize("case", RESCALED, ids=str)
