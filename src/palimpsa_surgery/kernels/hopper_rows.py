@@ -18,8 +18,8 @@ from .hopper_lanes import (
 )
 
 # Where a lane's words lie, four at a time, from its address in shared memory: C's four fragments, then
-# decays from s to t; the last two of them, the sub-chunk's decay, dt; decays from the start to 2c, 2c + 1, 2c + 8,
-# 2c + 9; decays from g and g + 8 to the end; sums of the row groups
+# decays from s to t; the last two of them, the sub-chunk's decay; decays from the start to 2c, 2c + 1, 2c + 8, 2c + 9;
+# decays from g and g + 8 to the end; sums of the row groups
 DECAYS = gl.constexpr(8192)
 LATE_DECAYS = gl.constexpr(10240)
 START_DECAYS = gl.constexpr(12288)
