@@ -65,7 +65,7 @@ def test_help_answers_in_half_a_second(verb):
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     # Time on the processor, which is all that help takes on an idle machine: this one may be busy with other tests.
-    assert min(seconds() for _ in range(5)) < 0.5
+    assert any(seconds() < 0.5 for _ in range(5))
 
 
 def test_help_imports_neither_torch_nor_transformers():

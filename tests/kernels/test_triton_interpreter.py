@@ -1,14 +1,17 @@
 """The Triton kernels against the float64 loop through Triton's interpreter on the CPU.
 
-The interpreter must be chosen before Triton is imported, so one process of its own makes all comparisons. Scans in
-float32 and float16 only: the interpreter's bfloat16 products are wrong. Of the Hopper kernels those that are not Gluon;
-for the others there is `test_hopper_lanes.py`.
+The interpreter must be chosen before Triton is imported, so a process of its own makes the comparisons, each when a
+test asks for it: workers of pytest-xdist that share this file share its work. Scans in float32 and float16 only: the
+interpreter's bfloat16 products are wrong. Of the Hopper kernels those that are not Gluon; for the others there is
+`test_hopper_lanes.py`.
 """
 
 import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +36,9 @@ CONV_CHECKS = ("check_alone", "check_nan", "check_operators")
 # Segments of 16 and 32 tokens, so that states pass between them; one head a launch, and few rows of a batch; for the
 # convolution tiles of 64 tokens. Uninitialised memory is NaN. The interpreter truncates to bfloat16.
 PROGRAM = """
-import json, sys, traceback
+import json, os, sys, traceback
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # whatever else is printed is no answer
 sys.path.insert(0, {tests!r})
 import torch
 import triton.language as tl
@@ -80,7 +85,6 @@ def double_steps():
         results.append((y, *torch.autograd.grad(y.sum(), arguments["dt"])))
     assert all(torch.equal(a.double(), b.double()) for a, b in zip(*results))
 
-failures = {{}}
 comparisons = {{name: lambda case=case: scan(case) for name, case in dict({scans}).items()}}
 comparisons |= {{"step": step, "double-steps": double_steps}}
 comparisons |= {{str(case): lambda case=case: norm_cases.check(case, "cpu") for case in norm_cases.CASES}}
@@ -91,42 +95,69 @@ comparisons |= {{name: getattr(conv_cases, name) for name in {checks}}}
 # starts are cut off to bfloat16
 carry = lambda case: carry_cases.check(case, tl.float32, 2e-6, 2**-7)
 comparisons |= {{f"carry {{case}}": lambda case=case: carry(case) for case in carry_cases.CASES}}
-for name, compare in comparisons.items():
+for line in sys.stdin:
     try:
-        compare()
-        failures[name] = None
+        comparisons[json.loads(line)]()
+        failure = None
     except Exception:
-        failures[name] = traceback.format_exc()
-print(json.dumps(failures))
+        failure = traceback.format_exc()
+    print(json.dumps(failure), file=answers, flush=True)
 """
+TIMEOUT = 300  # seconds
 
 
 @pytest.fixture(scope="module")
-def failures() -> dict[str, str | None]:
-    """Traceback of each failed comparison, None for the others."""
+def failure(tmp_path_factory) -> Iterator[Callable[[str], str | None]]:
+    """Make a comparison: its traceback if it fails, None otherwise."""
     scans = ", ".join(f"[{name!r}, {case}]" for name, case in SCANS.items())
     program = PROGRAM.format(tests=str(Path(__file__).parents[1]), scans=f"[{scans}]", checks=CONV_CHECKS)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    log = tmp_path_factory.mktemp("interpreter") / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+
+        def make(name: str) -> str | None:
+            late = threading.Timer(TIMEOUT, process.kill)
+            late.start()
+            try:
+                print(json.dumps(name), file=process.stdin, flush=True)
+                answer = process.stdout.readline()
+            except BrokenPipeError:  # it ended with an earlier comparison
+                answer = ""
+            finally:
+                late.cancel()
+            assert answer, f"the interpreter's process ended or took {TIMEOUT} s:\n{log.read_text()[-3000:]}"
+            return json.loads(answer)
+
+        yield make
+        process.communicate(timeout=60)
+        assert process.returncode == 0, log.read_text()[-3000:]
 
 
 @pytest.mark.parametrize("name", [*SCANS, "step", "double-steps"])
-def test_equals_the_loop(failures, name):
-    assert failures[name] is None, failures[name]
+def test_equals_the_loop(failure, name):
+    assert (traceback := failure(name)) is None, traceback
 
 
 @pytest.mark.parametrize("name", [*map(str, norm_cases.CASES), "norm-operator"])
-def test_norm_equals_its_definition(failures, name):
-    assert failures[name] is None, failures[name]
+def test_norm_equals_its_definition(failure, name):
+    assert (traceback := failure(name)) is None, traceback
 
 
 @pytest.mark.parametrize("name", [*map(str, conv_cases.COVERED), *CONV_CHECKS])
-def test_convolution(failures, name):
-    assert failures[name] is None, failures[name]
+def test_convolution(failure, name):
+    assert (traceback := failure(name)) is None, traceback
 
 
 @pytest.mark.parametrize("name", [f"carry {case}" for case in carry_cases.CASES])
-def test_what_comes_from_later_segments(failures, name):
-    assert failures[name] is None, failures[name]
+def test_what_comes_from_later_segments(failure, name):
+    assert (traceback := failure(name)) is None, traceback

@@ -116,11 +116,10 @@ def stranger(tmp_path_factory):
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / "venv" / "lib" / version / "site-packages"
     for package in packages_of("torch", "transformers", "safetensors"):
-        for file in distribution(package).files or ():
-            top = file.parts[0]
-            target = Path(distribution(package).locate_file(top))
-            if top not in ("..", "__pycache__") and not (site / top).is_symlink():
-                (site / top).symlink_to(target)
+        found = distribution(package)
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).is_symlink():
+                (site / top).symlink_to(Path(found.locate_file(top)))
 
     def call(script: str, **environment: str) -> str:
         path = folder / "script.py"
