@@ -105,6 +105,32 @@ def _with_square(dB, keys0, keys1, G):
 
 
 @jit
+def _operands(p_B, p_C, p_d, ts, T, B_t, C_t, warp, g, c):
+    """What a lane needs of a sub-chunk, as it lies in memory: B and C of 32 keys, decays."""
+    # past the sequence's end dt, x, beta and dy are zero, and B and C those of the last token
+    o_g = gl.minimum(g, T - 1 - ts)
+    o_g8 = gl.minimum(g + 8, T - 1 - ts)
+    p_b = p_B + ts.to(gl.int64) * B_t
+    p_c = p_C + ts.to(gl.int64) * C_t
+    o_n = warp * 16 + c
+    B0 = operand(p_b + (o_g * B_t + o_n), p_b + (o_g8 * B_t + o_n))
+    B1 = operand(p_b + (o_g * B_t + o_n + 8), p_b + (o_g8 * B_t + o_n + 8))
+    C0 = operand(p_c + (o_g * C_t + o_n), p_c + (o_g8 * C_t + o_n))
+    C1 = operand(p_c + (o_g * C_t + o_n + 8), p_c + (o_g8 * C_t + o_n + 8))
+    p_g = p_d + (g * 16 + 2 * c)
+    within = (
+        gl.load(p_g), gl.load(p_g + 1), gl.load(p_g + 8), gl.load(p_g + 9), gl.load(p_g + 136), gl.load(p_g + 137),
+    )  # fmt: skip
+    p_g = p_d + g * 16
+    to_end = (gl.load(p_g + 15), gl.load(p_g + 143))  # from tokens g and g + 8
+    p_g = p_d + (256 + 2 * c)  # from the sub-chunk's start
+    from_start = (gl.load(p_g), gl.load(p_g + 1), gl.load(p_g + 8), gl.load(p_g + 9))
+    p_g = p_d + (256 + g)
+    from_start_g = (gl.load(p_g), gl.load(p_g + 8))
+    return B0, B1, C0, C1, within, to_end, from_start, from_start_g, gl.load(p_d + (271 + 0 * g))
+
+
+@jit
 def segment_gradients(
     B, C, prior, rows, decays, starts, adjoints, dB, dC, spans,
     B_b, B_t, B_g, C_b, C_t, C_g, T, TP, H, HPG, NSEG, S,
@@ -170,19 +196,14 @@ def segment_gradients(
     copy_async(a_copy_starts, p_starts + (n_sub - 1) * (P * N) + tid * 4)
     copy_async(a_copy_starts + 2048, p_starts + (n_sub - 1) * (P * N) + 512 + tid * 4)
 
+    p_d = decays + chunk * 272
+    last = n_sub - 1
+    loaded = _operands(p_B, p_C, p_d + last * 272, (t0 + last * 16).to(gl.int32), T, B_t, C_t, warp, g, c)
     for i_sub in range(n_sub):
         j = n_sub - 1 - i_sub
-        ts = (t0 + j * 16).to(gl.int32)
-        # past the sequence's end dt, x, beta and dy are zero, and B and C those of the last token
-        o_g = gl.minimum(g, T - 1 - ts)
-        o_g8 = gl.minimum(g + 8, T - 1 - ts)
-        p_b = p_B + ts.to(gl.int64) * B_t
-        p_c = p_C + ts.to(gl.int64) * C_t
-        o_n = warp * 16 + c
-        B0 = operand(p_b + (o_g * B_t + o_n), p_b + (o_g8 * B_t + o_n))
-        B1 = operand(p_b + (o_g * B_t + o_n + 8), p_b + (o_g8 * B_t + o_n + 8))
-        C0 = transpose_operand(operand(p_c + (o_g * C_t + o_n), p_c + (o_g8 * C_t + o_n)))
-        C1 = transpose_operand(operand(p_c + (o_g * C_t + o_n + 8), p_c + (o_g8 * C_t + o_n + 8)))
+        B0, B1, C0, C1, within, to_end, from_start, from_start_g, keep = loaded
+        C0 = transpose_operand(C0)
+        C1 = transpose_operand(C1)
         a_lane = base + _LANES + tid * 16
         store4(a_lane, (low(C0[0]), high(C0[0]), low(C0[1]), high(C0[1])))
         store4(a_lane + 2048, (low(C0[2]), high(C0[2]), low(C0[3]), high(C0[3])))
@@ -195,31 +216,17 @@ def segment_gradients(
         KK0 = square4(K0)
         KK1 = square4(K1)
         late_keys = ((B0[1], BB0[1], B0[3], BB0[3]), (B1[1], BB1[1], B1[3], BB1[3]))
-        p_d = decays + (chunk + j) * 272
-        D0 = gl.load(p_d + g * 16 + 2 * c)
-        D1 = gl.load(p_d + g * 16 + 2 * c + 1)
-        D2 = gl.load(p_d + g * 16 + 2 * c + 8)
-        D3 = gl.load(p_d + g * 16 + 2 * c + 9)
-        D4 = gl.load(p_d + g * 16 + 2 * c + 136)
-        D5 = gl.load(p_d + g * 16 + 2 * c + 137)
-        out0 = gl.load(p_d + g * 16 + 15)  # from token g to the sub-chunk's end
-        out1 = gl.load(p_d + g * 16 + 143)
-        in_c0 = gl.load(p_d + 256 + 2 * c)  # from the sub-chunk's start
-        in_c1 = gl.load(p_d + 257 + 2 * c)
-        in_c2 = gl.load(p_d + 264 + 2 * c)
-        in_c3 = gl.load(p_d + 265 + 2 * c)
-        in_g0 = gl.load(p_d + 256 + g)
-        in_g1 = gl.load(p_d + 264 + g)
-        keep = gl.load(p_d + 271)
-        d00 = pack(D0, D1)
-        d01 = pack(D2, D3)
-        d11 = pack(D4, D5)
-        forward = (transpose(d00), transpose(d01), transpose(d11), pack(in_g0, in_g0), pack(in_g1, in_g1))
-        backward = (d00, d01, d11, pack(in_c0, in_c1), pack(in_c2, in_c3))
-        store4(a_lane + DECAYS, (D0, D1, D2, D3))
-        store4(a_lane + LATE_DECAYS, (D4, D5, keep, zero))
-        store4(a_lane + START_DECAYS, (in_c0, in_c1, in_c2, in_c3))
-        store4(a_lane + END_DECAYS, (out0, out1, zero, zero))
+        d00 = pack(within[0], within[1])
+        d01 = pack(within[2], within[3])
+        d11 = pack(within[4], within[5])
+        in_g0 = pack(from_start_g[0], from_start_g[0])
+        in_g1 = pack(from_start_g[1], from_start_g[1])
+        forward = (transpose(d00), transpose(d01), transpose(d11), in_g0, in_g1)
+        backward = (d00, d01, d11, pack(from_start[0], from_start[1]), pack(from_start[2], from_start[3]))
+        store4(a_lane + DECAYS, within[0:4])
+        store4(a_lane + LATE_DECAYS, (within[4], within[5], keep, zero))
+        store4(a_lane + START_DECAYS, from_start)
+        store4(a_lane + END_DECAYS, (to_end[0], to_end[1], zero, zero))
         store4(a_lane + SUMS, zeros)  # sums: from g and from g + 8 to the end, from the start to the end
 
         dC_sum = (zeros, zeros, zeros, zeros)
@@ -339,6 +346,9 @@ def segment_gradients(
             store1(a_p + 640, du[1])
             store1(a_p + 768, du[2])
             store1(a_p + 896, du[3])
+        previous = gl.maximum(j - 1, 0)
+        ts = (t0 + previous * 16).to(gl.int32)
+        loaded = _operands(p_B, p_C, p_d + previous * 272, ts, T, B_t, C_t, warp, g, c)
         barrier()
         _sum_rows(a_sum + 4096, p_rows + (j * 8 + 7) * 512, r_p * 64 + r_s)
         ends = load4(a_lane + LATE_DECAYS)
