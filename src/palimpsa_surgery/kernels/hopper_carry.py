@@ -76,38 +76,56 @@ def sub_chunk_starts(
 
 @jit
 def _carry_state(
-    B, rows, states, adjoints, decay, flow, whole, p_written, p_out, p_dvx, b_scale, b_w, m_t, i_t, i_bh,
-    w_t, B_t, g_t, TP, NSEG,
-    STATE: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    A, B, doc, p_dt, rows, states, adjoints, decay, w, flow, whole, p_written, p_out, p_dvx, i_bh, h, T,
+    dt_t, w_t, B_t, g_t, TP, NSEG,
+    STATE: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HAS_DOC: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What `carry_rows` does for one state, M (STATE = 0) or Ibar (1); what is written is x or beta times b_scale."""
+    """What `carry_rows` does for one state, M (STATE = 0) or Ibar (1); doc and B from the batch's row on."""
+    i_seg = tl.program_id(0).to(tl.int64)
     o_t = tl.arange(0, BT)
     o_p = tl.arange(0, P)
     o_n = tl.arange(0, N)
-    t0 = i_t * BT
-    i_seg = t0 // S
     i_out = STATE * tl.num_programs(1) + i_bh
-    p_E = adjoints + ((i_bh * (NSEG + 1) + i_seg + 1) * 2 + STATE) * P * N
-    b_E = tl.load(p_E + o_p[:, None] * N + o_n[None, :]).to(DOT)  # [P, N]
-    b_K = tl.load(B + t0 * B_t + o_t[:, None] * B_t + o_n[None, :], mask=m_t[:, None], other=0.0)  # [BT, N]
-    if STATE == 1:
-        b_K = b_K.to(tl.float32) * b_K.to(tl.float32)
-    b_x = tl.load(p_written + o_t[:, None] * w_t + o_p[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
-    b_d = tl.dot(b_K.to(DOT), tl.trans(b_E), input_precision=PRECISION) * b_w[:, None]  # [BT, P]
-    tl.store(flow + i_out * TP + t0 + o_t, tl.sum(b_x * b_d, 1) * b_scale, mask=m_t)
-    o_row = (o_t // 16 * (64 * P) + o_t % 16)[:, None] + o_p[None, :] * 64
-    b_d += tl.load(rows + (i_bh * TP + t0) * (4 * P) + STATE * 16 + o_row, mask=m_t[:, None], other=0.0)
-    if STATE == 0:
-        tl.store(p_dvx + o_t, tl.sum(b_x * b_d, 1), mask=m_t)
-    b_d = (b_d * b_scale[:, None]).to(p_out.dtype.element_ty)
-    tl.store(p_out + o_t[:, None] * g_t + o_p[None, :], b_d, mask=m_t[:, None])
-    # a segment's programs share the sum over its starting state
-    PW: tl.constexpr = P * BT // S
-    o_part = (i_t % (S // BT) * PW + tl.arange(0, PW))[:, None] * N + o_n[None, :]
-    p_s = states + ((i_bh * (NSEG + 1) + i_seg) * 2 + STATE) * P * N
-    b_whole = tl.sum(tl.sum(tl.load(p_E + o_part) * tl.load(p_s + o_part), 1), 0)
-    tl.store(whole + i_out * (TP // BT) + i_t, b_whole * tl.load(decay + i_bh * NSEG + i_seg))
+    b_A = tl.load(A + h)
+    o_state = o_p[:, None] * N + o_n[None, :]
+    b_E = tl.load(adjoints + ((i_bh * (NSEG + 1) + i_seg + 1) * 2 + STATE) * P * N + o_state)  # [P, N]
+    b_state = tl.load(states + ((i_bh * (NSEG + 1) + i_seg) * 2 + STATE) * P * N + o_state)
+    b_keep = tl.load(decay + i_bh * NSEG + i_seg)
+    tl.store(whole + i_out * NSEG + i_seg, tl.sum(tl.sum(b_E * b_state, 1), 0) * b_keep)
+    b_ET = tl.trans(b_E.to(DOT))
+    b_last = 0
+    if HAS_DOC:
+        b_last = tl.load(doc + tl.minimum(i_seg * S + S, T) - 1)
+    b_sum = 0.0  # log decay from the tokens still to come to the segment's end
+    for block in range(S // BT - 1, -1, -1):
+        t0 = i_seg * S + block * BT
+        m_t = t0 + o_t < T
+        b_dt = tl.load(p_dt + (t0 + o_t) * dt_t, mask=m_t, other=0.0)
+        # decay to the segment's end, over the later tokens alone: the token's own may be larger by far
+        b_later = tl.load(p_dt + (t0 + o_t + 1) * dt_t, mask=(o_t + 1 < BT) & (t0 + o_t + 1 < T), other=0.0)
+        b_w = tl.exp(tl.cumsum(-b_A * b_later, 0, reverse=True) + b_sum)
+        b_sum -= b_A * tl.sum(b_dt, 0)
+        if HAS_DOC:
+            b_w = tl.where(tl.load(doc + t0 + o_t, mask=m_t, other=-1) == b_last, b_w, 0.0)
+        b_K = tl.load(B + (t0 + o_t[:, None]) * B_t + o_n[None, :], mask=m_t[:, None], other=0.0)  # [BT, N]
+        if STATE == 1:
+            b_K = b_K.to(tl.float32) * b_K.to(tl.float32)
+        b_x = tl.load(p_written + (t0 + o_t[:, None]) * w_t + o_p[None, :], mask=m_t[:, None], other=0.0)
+        b_x = b_x.to(tl.float32)
+        o_row = (o_t // 16 * (64 * P) + o_t % 16)[:, None] + o_p[None, :] * 64
+        b_own = tl.load(rows + (i_bh * TP + t0) * (4 * P) + STATE * 16 + o_row, mask=m_t[:, None], other=0.0)
+        b_d = tl.dot(b_K.to(DOT), b_ET, input_precision=PRECISION) * b_w[:, None]  # [BT, P]
+        b_flow = tl.sum(b_x * b_d, 1)
+        b_d += b_own
+        if STATE == 0:
+            tl.store(w + i_bh * TP + t0 + o_t, b_w, mask=m_t)
+            tl.store(p_dvx + t0 + o_t, tl.sum(b_x * b_d, 1), mask=m_t)
+            b_flow *= b_dt
+            b_d *= b_dt[:, None]
+        tl.store(flow + i_out * TP + t0 + o_t, b_flow, mask=m_t)
+        p_d = p_out + (t0 + o_t[:, None]) * g_t + o_p[None, :]
+        tl.store(p_d, b_d.to(p_out.dtype.element_ty), mask=m_t[:, None])
 
 
 @jit
@@ -117,47 +135,31 @@ def carry_rows(
     S: tl.constexpr, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HAS_DOC: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx or dbeta of BT tokens of a segment of S and one head, and what `carry_keys` and the sum over spans need.
+    """dx or dbeta of one segment and head, BT tokens at a time, and what `carry_keys` and the sum over spans need.
 
     rows [b, h, TP / 16, p, 64] hold what the segment's own tokens cause, as `hopper_gradients.segment_gradients` leaves
     it; slot k + 1 of adjoints [b, h, NSEG + 1, 2, p, n] is the adjoint after segment k, slot k of states the state
     before it and decay [b, h, NSEG] what it keeps. dx and dbeta have strides g_*; dvx [b, h, TP] = Σ_p x d v;
     w [b, h, TP]. What flows to after the segment, by M and by Ibar: flow [2, b, h, TP] from each token, whole
-    [2, b, h, TP / BT] from before the segment, in a part for each program.
+    [2, b, h, NSEG] from before the segment.
     """
-    i_t = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
     b = i_bh // H
     h = i_bh % H
-    o_t = tl.arange(0, BT)
-    t0 = i_t * BT
-    end = tl.minimum(t0 // S * S + S, T)  # of the segment
-    m_t = t0 + o_t < T
-    b_A = tl.load(A + h)
-    p_dt = dt + b * dt_b + h * dt_h + t0 * dt_t
-    b_dt = tl.load(p_dt + o_t * dt_t, mask=m_t, other=0.0)
-    # decay to the segment's end, over the later tokens alone: the token's own may be larger by far
-    b_later = tl.load(p_dt + (o_t + 1) * dt_t, mask=(o_t + 1 < BT) & (t0 + o_t + 1 < T), other=0.0)
-    o_s = BT + tl.arange(0, S)
-    b_rest = tl.sum(tl.load(p_dt + o_s * dt_t, mask=t0 + o_s < end, other=0.0), 0)
-    b_w = tl.exp(tl.cumsum(-b_A * b_later, 0, reverse=True) - b_A * b_rest)
-    if HAS_DOC:
-        b_doc = tl.load(doc + b * T + t0 + o_t, mask=m_t, other=-1)
-        b_w = tl.where(b_doc == tl.load(doc + b * T + end - 1), b_w, 0.0)
+    p_doc = doc + b * T
     p_B = B + b * B_b
-    p_g = b * g_b + h * g_h + t0 * g_t
-    p_dvx = dvx + i_bh * TP + t0
+    p_dt = dt + b * dt_b + h * dt_h
+    p_dvx = dvx + i_bh * TP
+    o_g = b * g_b + h * g_h
     if tl.program_id(2) == 0:
-        tl.store(w + i_bh * TP + t0 + o_t, b_w, mask=m_t)
         _carry_state(
-            p_B, rows, states, adjoints, decay, flow, whole, x + b * x_b + h * x_h + t0 * x_t, dx + p_g, p_dvx,
-            b_dt, b_w, m_t, i_t, i_bh, x_t, B_t, g_t, TP, NSEG, 0, S, BT, P, N, DOT, PRECISION,
+            A, p_B, p_doc, p_dt, rows, states, adjoints, decay, w, flow, whole, x + b * x_b + h * x_h, dx + o_g, p_dvx,
+            i_bh, h, T, dt_t, x_t, B_t, g_t, TP, NSEG, 0, S, BT, P, N, HAS_DOC, DOT, PRECISION,
         )  # fmt: skip
     else:
         _carry_state(
-            p_B, rows, states, adjoints, decay, flow, whole, beta + b * beta_b + h * beta_h + t0 * beta_t,
-            dbeta + p_g, p_dvx, tl.full([BT], 1.0, tl.float32), b_w, m_t, i_t, i_bh, beta_t, B_t, g_t, TP, NSEG,
-            1, S, BT, P, N, DOT, PRECISION,
+            A, p_B, p_doc, p_dt, rows, states, adjoints, decay, w, flow, whole, beta + b * beta_b + h * beta_h,
+            dbeta + o_g, p_dvx, i_bh, h, T, dt_t, beta_t, B_t, g_t, TP, NSEG, 1, S, BT, P, N, HAS_DOC, DOT, PRECISION,
         )  # fmt: skip
 
 

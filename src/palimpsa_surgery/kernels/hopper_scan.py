@@ -25,6 +25,7 @@ SUB_CHUNK = 16
 # Not measured yet, but no register is spilled: value rows of a program of `sub_chunk_starts` (168 registers), tokens of
 # one of `carry_rows` (122) and of `carry_keys` (168), and its keys
 START_ROWS = 32
+ROWS_WARPS, ROWS_STAGES = 4, 2
 CARRY_TOKENS = 64
 CARRY_KEYS = 64
 SPAN_BLOCK = 4  # sub-chunks of a program of `sum_spans`: one warp, eight lanes for each
@@ -100,11 +101,11 @@ def _by_column(b_v, SUBS: tl.constexpr):
 def sum_spans(
     spans, dvx, flow, whole, dt, A, ddt, dA, dprior,
     dt_b, dt_t, dt_h, ddt_b, ddt_t, ddt_h, T, TP, H,
-    S: tl.constexpr, PARTS: tl.constexpr, SUBS: tl.constexpr, NW: tl.constexpr,
+    S: tl.constexpr, SUBS: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
     """From the gradient kernel's spans: ddt, and for SUBS sub-chunks the parts of dA and dprior [b, h, blocks].
 
-    From each token, flow [2, b, h, TP], and from before its segment of S tokens, whole [2, b, h, TP / S PARTS], to
+    From each token, flow [2, b, h, TP], and from before its segment of S tokens, whole [2, b, h, TP / S], to
     after the segment.
     """
     i_bh = tl.program_id(1).to(tl.int64)
@@ -131,16 +132,16 @@ def sum_spans(
     o_l = tl.arange(0, 16)[None, :]
     first = (sub * 16 // S * S)[:, None]
     m_before = m_sub & (first + tl.arange(0, S)[None, :] < sub[:, None] * 16)
-    p_whole = whole + i_bh * (TP // S * PARTS) + first // S * PARTS + tl.arange(0, PARTS)[None, :]
+    p_whole = whole + i_bh * (TP // S) + sub * 16 // S
     p_flow = flow + i_bh * TP
     m_flow = sub[:, None] * 16 + o_l < T
     b_through = tl.zeros([SUBS], tl.float32)
     b_flow = tl.zeros([SUBS, 16], tl.float32)
     for _ in tl.static_range(2):  # M and Ibar
-        b_through += tl.sum(tl.load(p_whole, mask=m_sub, other=0.0), 1)
+        b_through += tl.load(p_whole, mask=sub * 16 < T, other=0.0)
         b_through += tl.sum(tl.load(p_flow + first + tl.arange(0, S)[None, :], mask=m_before, other=0.0), 1)
         b_flow += tl.load(p_flow + sub[:, None] * 16 + o_l, mask=m_flow, other=0.0)
-        p_whole += tl.num_programs(1).to(tl.int64) * (TP // S * PARTS)
+        p_whole += tl.num_programs(1).to(tl.int64) * (TP // S)
         p_flow += tl.num_programs(1).to(tl.int64) * TP
     b_A = tl.load(A + h)
     b_dA = tl.zeros([SUBS], tl.float32)
@@ -217,7 +218,7 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
         x, dt, beta, B, states, decays, starts,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3],
         time, padded, heads, heads, segments, segment,
-        P=head_dim, N=state_size, BP=START_ROWS, **dot_types, num_warps=4, num_stages=2,
+        P=head_dim, N=state_size, BP=START_ROWS, **dot_types, num_warps=2, num_stages=3,
     )  # fmt: skip
     spans = x.new_empty(batch, heads, chunks, NUM_WARPS, SPAN_WORDS, 32, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
@@ -240,22 +241,22 @@ def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, keys, 
     padded, block = segments * segment, min(segment, CARRY_TOKENS)
     dvx, w = x.new_empty(2, batch, heads, padded, dtype=torch.float32)
     flow = x.new_empty(2, batch, heads, padded, dtype=torch.float32)
-    whole = x.new_empty(2, batch, heads, padded // block, dtype=torch.float32)
+    whole = x.new_empty(2, batch, heads, segments, dtype=torch.float32)
     sizes = {"S": segment, "BT": block, "P": head_dim, "N": state_size, **dot_types}
-    carry_rows[(padded // block, batch * heads, 2)](
+    carry_rows[(segments, batch * heads, 2)](
         x, dt, beta, A, B, dt if doc is None else doc, rows, states, adjoints, decay, dx, dbeta, dvx, w, flow, whole,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:2], *dx.stride()[:3],
-        time, padded, heads, segments, HAS_DOC=doc is not None, **sizes, num_warps=8, num_stages=1,
+        time, padded, heads, segments, HAS_DOC=doc is not None, **sizes, num_warps=ROWS_WARPS, num_stages=ROWS_STAGES,
     )  # fmt: skip
     carry_keys[(triton.cdiv(time, block) * (state_size // CARRY_KEYS), batch)](
         x, dt, beta, B, adjoints, w, keys[0],
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:2],
-        time, padded, heads, segments, BN=CARRY_KEYS, **sizes, num_warps=4, num_stages=1,
+        time, padded, heads, segments, BN=CARRY_KEYS, **sizes, num_warps=4, num_stages=3,
     )  # fmt: skip
     blocks = triton.cdiv(padded // SUB_CHUNK, SPAN_BLOCK)
     scalars = x.new_empty(2, batch, heads, blocks, dtype=torch.float32)
     sum_spans[(blocks, batch * heads)](
         spans, dvx, flow, whole, dt, A, ddt, *scalars, *dt.stride(), *ddt.stride(), time, padded, heads,
-        S=segment, PARTS=segment // block, SUBS=SPAN_BLOCK, NW=NUM_WARPS, num_warps=1,
+        S=segment, SUBS=SPAN_BLOCK, NW=NUM_WARPS, num_warps=1,
     )  # fmt: skip
     return scalars.sum((1, 3))
