@@ -111,7 +111,8 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
     for i in range(2):
         words = torch.full((batch, heads, padded, head_dim), float("nan"), device=device)
         words[:, :, :time] = own[i].transpose(1, 2)
-        rows[..., 16 * i : 16 * i + 16] = words.unflatten(2, (-1, 16)).transpose(-1, -2)
+        words = words.unflatten(2, (-1, 16)).unflatten(4, (-1, 8)).transpose(3, 4)  # [b, h, chunk, p / 8, s, p % 8]
+        rows.view(*words.shape[:4], -1)[..., 128 * i : 128 * i + 128] = words.flatten(4)
     spans = torch.zeros(batch, heads, padded // 16, NUM_WARPS, SPAN_WORDS, 32, device=device)
     spans[:, :, -(-time // 16) :] = float("nan")
     part = normal(2, batch, heads, padded, B.shape[3], seed=3).to(device)

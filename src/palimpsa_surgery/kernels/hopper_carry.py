@@ -113,8 +113,8 @@ def _carry_state(
             b_K = b_K.to(tl.float32) * b_K.to(tl.float32)
         b_x = tl.load(p_written + (t0 + o_t[:, None]) * w_t + o_p[None, :], mask=m_t[:, None], other=0.0)
         b_x = b_x.to(tl.float32)
-        o_row = (o_t // 16 * (64 * P) + o_t % 16)[:, None] + o_p[None, :] * 64
-        b_own = tl.load(rows + (i_bh * TP + t0) * (4 * P) + STATE * 16 + o_row, mask=m_t[:, None], other=0.0)
+        o_row = (o_t // 16 * (64 * P) + o_t % 16 * 8)[:, None] + (o_p // 8 * 512 + o_p % 8)[None, :]
+        b_own = tl.load(rows + (i_bh * TP + t0) * (4 * P) + STATE * 128 + o_row, mask=m_t[:, None], other=0.0)
         b_d = tl.dot(b_K.to(DOT), b_ET, input_precision=PRECISION) * b_w[:, None]  # [BT, P]
         b_flow = tl.sum(b_x * b_d, 1)
         b_d += b_own

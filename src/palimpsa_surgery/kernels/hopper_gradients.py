@@ -77,7 +77,7 @@ def _sum_rows(address, p_rows, offset):
         dv += load1(address + w * 1024)
         du += load1(address + w * 1024 + 512)
     gl.store(p_rows + offset, dv)
-    gl.store(p_rows + 16 + offset, du)
+    gl.store(p_rows + 128 + offset, du)
 
 
 @jit
@@ -139,8 +139,8 @@ def segment_gradients(
 
     B, C as int32 pairs of keys, their strides in pairs. rows [b, h, TP / 16, p, 64 words], decays
     [b, h, TP / 16, 272] from `prepare_rows`; starts [b, h, TP / 16, p / 8, 2, n, p % 8] bfloat16 as int32 pairs.
-    Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start. Of a row, words 0 to 15
-    become d v[s], 16 to 31 d beta[s].
+    Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start. Of eight rows' 512 words the
+    first become d v [s, p % 8], the 128 after them d beta.
     Partial results: dB, dC [b, h, TP, n]; spans [b, h, TP / 16, 4 warps, 14, 32 lanes]: what flows from s to t, tokens
     (g, 2c), (g, 2c + 1), (g, 2c + 8), (g, 2c + 9), (g + 8, 2c + 8), (g + 8, 2c + 9); from the start to 2c, 2c + 1,
     2c + 8, 2c + 9; from g and g + 8 to the end; from the start to the end; and the gradient of I_prior.
@@ -246,7 +246,7 @@ def segment_gradients(
             held = load4(a_lane + LATE_DECAYS)
             sums = load4(a_lane + SUMS)
             if q > 0:
-                _sum_rows(a_sum + (1 - turn) * 4096, p_rows + (j * 8 + q - 1) * 512, r_p * 64 + r_s)
+                _sum_rows(a_sum + (1 - turn) * 4096, p_rows + (j * 8 + q - 1) * 512, tid)
 
             # States at the sub-chunk's start, eight rows, [n, p] and [p, n]
             a_s = base + _STARTS + turn * 4096 + warp * 512 + lane * 4
@@ -350,7 +350,7 @@ def segment_gradients(
         ts = (t0 + previous * 16).to(gl.int32)
         loaded = _operands(p_B, p_C, p_d + previous * 272, ts, T, B_t, C_t, warp, g, c)
         barrier()
-        _sum_rows(a_sum + 4096, p_rows + (j * 8 + 7) * 512, r_p * 64 + r_s)
+        _sum_rows(a_sum + 4096, p_rows + (j * 8 + 7) * 512, tid)
         ends = load4(a_lane + LATE_DECAYS)
         sums = load4(a_lane + SUMS)
         o_tile = 2 * c * N + warp * 32 + g

@@ -25,7 +25,7 @@ SUB_CHUNK = 16
 # Not measured yet, but no register is spilled: value rows of a program of `sub_chunk_starts` (168 registers), tokens of
 # one of `carry_rows` (122) and of `carry_keys` (168), and its keys
 START_ROWS = 32
-ROWS_WARPS, ROWS_STAGES = 4, 2
+ROWS_WARPS, ROWS_STAGES = 4, 1
 CARRY_TOKENS = 64
 CARRY_KEYS = 64
 SPAN_BLOCK = 4  # sub-chunks of a program of `sum_spans`: one warp, eight lanes for each
