@@ -22,10 +22,10 @@ from .triton_jit import jit, tl, triton
 # Tokens a segment in the backward pass: the gradient kernel takes 28 ms with 256 and 35 with 512.
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
-# Not measured yet, but no register is spilled: value rows of a program of `sub_chunk_starts` (168 registers), tokens of
-# one of `carry_rows` (122) and of `carry_keys` (168), and its keys
+# Value rows of a program of `sub_chunk_starts`: 2.21 ms with 32, 2.44 with 16, 2.85 with 64
 START_ROWS = 32
-ROWS_WARPS, ROWS_STAGES = 4, 1
+# Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 2.6 with 32, 3.0 with 128 and 8 warps) and of one of
+# `carry_keys`, and its keys (0.89 ms; 1.19 with 32 tokens, 0.97 with 128, 0.92 with 128 keys)
 CARRY_TOKENS = 64
 CARRY_KEYS = 64
 SPAN_BLOCK = 4  # sub-chunks of a program of `sum_spans`: one warp, eight lanes for each
@@ -246,7 +246,7 @@ def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, keys, 
     carry_rows[(segments, batch * heads, 2)](
         x, dt, beta, A, B, dt if doc is None else doc, rows, states, adjoints, decay, dx, dbeta, dvx, w, flow, whole,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:2], *dx.stride()[:3],
-        time, padded, heads, segments, HAS_DOC=doc is not None, **sizes, num_warps=ROWS_WARPS, num_stages=ROWS_STAGES,
+        time, padded, heads, segments, HAS_DOC=doc is not None, **sizes, num_warps=4, num_stages=1,
     )  # fmt: skip
     carry_keys[(triton.cdiv(time, block) * (state_size // CARRY_KEYS), batch)](
         x, dt, beta, B, adjoints, w, keys[0],
