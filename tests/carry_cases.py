@@ -12,7 +12,7 @@ from scan_cases import Case, Data, make
 CASES = [
     Case(1, 1, 1, 64, 128, 1, torch.bfloat16),
     Case(2, 150, 2, 64, 128, 2, torch.bfloat16),
-    Case(1, 130, 2, 64, 128, 1, torch.bfloat16, documents=3),
+    Case(2, 130, 2, 64, 128, 1, torch.bfloat16, documents=3),
     Case(1, 128, 1, 64, 128, 1, torch.bfloat16, documents=4),
     Case(1, 150, 2, 64, 128, 1, torch.bfloat16, extreme="decay"),
     Case(1, 70, 1, 64, 128, 1, torch.bfloat16, documents=5, extreme="no step"),

@@ -92,8 +92,9 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
     if case.initial:
         initial = torch.stack((normal(b, h, p, n), normal(b, h, p, n).abs()), 2)
     seq_idx = None
-    if case.documents:  # the last document has the first one's number
-        seq_idx = (torch.arange(t, device=device) * case.documents // t % max(case.documents - 1, 1)).expand(b, t)
+    if case.documents:  # the last document has the first one's number; another row's begin seven tokens earlier
+        token = torch.arange(t, device=device) + 7 * torch.arange(b, device=device)[:, None]
+        seq_idx = token * case.documents // t % max(case.documents - 1, 1)
     arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "beta": beta.to(case.dtype) if case.beta else None}
     arguments |= {"I_prior": torch.exp(0.3 * normal(h)), "initial_state": initial}
     if case.skip:
