@@ -42,8 +42,6 @@ def register(values) -> Register:
 class Pointer:
     """An address of each thread, or one of all, in elements of a tensor's storage."""
 
-    dtype = types.SimpleNamespace(element_ty=np.float32)  # `store` rounds to the tensor's type
-
     def __init__(self, flat: torch.Tensor, offset):
         self.flat, self.offset = flat, offset
 
@@ -56,13 +54,11 @@ def pointer(tensor: torch.Tensor) -> Pointer:
     return Pointer(flat, np.int64(tensor.storage_offset()))
 
 
-def load(address: Pointer, mask=None, other=None) -> Register:
+def load(address: Pointer) -> Register:
     offset = np.asarray(address.offset)
-    valid = np.ones(offset.shape, bool) if mask is None else np.broadcast_to(mask, offset.shape)
-    assert (offset[valid] >= 0).all()
-    values = address.flat[torch.from_numpy(np.where(valid, offset, 0))]
-    values = (values.float() if values.is_floating_point() else values).numpy()
-    return register(values if other is None else np.where(valid, values, np.asarray(other, values.dtype)))
+    assert (offset >= 0).all()
+    values = address.flat[torch.from_numpy(offset)]
+    return register((values.float() if values.is_floating_point() else values).numpy())
 
 
 def float_bits(values) -> np.ndarray:
@@ -145,9 +141,7 @@ class Machine:
             float32=np.float32,
             int32=np.int32,
             int64=np.int64,
-            bfloat16=np.float32,
             BlockedLayout=lambda *_: None,
-            SliceLayout=lambda *_: None,
             SwizzledSharedLayout=lambda *_: None,
             allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: register(np.arange(start, end, dtype=np.int32)),
@@ -157,8 +151,6 @@ class Machine:
             cdiv=lambda a, b: register(-(-a // b)),
             where=self._where,
             exp=lambda v: register(np.exp(v)),
-            expand_dims=lambda v, axis: register(np.expand_dims(v, axis)),
-            sum=lambda v, axis: register(np.sum(v, axis)),
             to_tensor=lambda v: register(np.int32(v)),
             static_range=range,
             load=load,
