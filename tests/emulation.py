@@ -25,8 +25,8 @@ def emulate(
         dtype: type to round to; None rounds nothing, so that the result is the recurrence's own.
         tuned: round what the Hopper kernels round, which leave more to the tensor cores: both factors of decay ∘ (dt x)
             and decay ∘ beta, the state at a sub-chunk's start and its decay, and decay ∘ Q before it is summed. What a
-            sub-chunk adds to the next one's starting state is not rounded, and what the adjoint after a segment causes
-            is a product of its own.
+            sub-chunk adds to the next one's starting state is not rounded, what it adds to its own start's adjoint is
+            cut off to TF32, and what the adjoint after a segment causes is a product of its own.
         segment: tokens of such a segment, a multiple of a sub-chunk's.
 
     Returns:
@@ -41,6 +41,9 @@ def emulate(
 
     def r_tuned(v: Tensor) -> Tensor:
         return r(v) if tuned else v
+
+    def cut(v: Tensor) -> Tensor:  # to the bits that a TF32 product takes of a float32
+        return v if dtype is None else (v.float().view(torch.int32) & -0x2000).view(torch.float32).double()
 
     def by_head(v: Tensor) -> Tensor:  # [b, t, h, ...] to [b, h, t, ...]
         return v.double().transpose(1, 2)
@@ -142,7 +145,7 @@ def emulate(
             if tuned:
                 dkey.append(torch.einsum("bhtpn,bhtsp->bhsn", rounded, weights(written, D)))
                 dkey[-1] += r(end[..., None] * written) @ r(E[i])
-                E[i] = start[..., -1, None, None] * E[i] + torch.einsum("bhtpn,bht->bhpn", rounded, r(start))
+                E[i] = start[..., -1, None, None] * E[i] + torch.einsum("bhtpn,bht->bhpn", cut(direct), cut(start))
             else:
                 total = torch.einsum("bhtpn,bhts->bhspn", rounded, r(D)) + end[..., None, None] * E[i][:, :, None]
                 dkey.append(torch.einsum("bhsp,bhspn->bhsn", written, total))

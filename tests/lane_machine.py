@@ -179,6 +179,7 @@ class Machine:
             "transpose": self._transpose,
             "mma16": lambda a0, a1, a2, a3, b0, b1, acc: self._mma((a0, a1, a2, a3), (b0, b1), acc),
             "mma8": lambda a0, a1, b0, acc: self._mma((a0, a1), (b0,), acc),
+            "mma_tf32": self._mma_tf32,
             "load_scalar": self._scalar,
             "upper": self._upper,
             "beyond": lambda v: register(v - (float_bits(v) & np.uint32(0xFFFF0000)).view(np.float32)),
@@ -253,6 +254,19 @@ class Machine:
         for i, pair in enumerate(b):
             row = 2 * self.column + 8 * i
             right[self.warp, row, self.row], right[self.warp, row + 1, self.row] = unpack(pair)
+        product = left @ right
+        places = ((self.row + 8 * (i // 2), 2 * self.column + i % 2) for i in range(4))
+        return tuple(register(acc[i] + product[self.warp, *place]) for i, place in enumerate(places))
+
+    def _mma_tf32(self, a, b0, b1, acc):
+        def cut(v):
+            return (float_bits(v) & np.uint32(0xFFFFE000)).view(np.float32)
+
+        left = np.zeros((self.threads // 32, 16, 8), np.float32)
+        for i, value in enumerate(a):
+            left[self.warp, self.row + 8 * (i % 2), self.column + 4 * (i // 2)] = cut(value)
+        right = np.zeros((self.threads // 32, 8, 8), np.float32)
+        right[self.warp, self.column, self.row], right[self.warp, self.column + 4, self.row] = cut(b0), cut(b1)
         product = left @ right
         places = ((self.row + 8 * (i // 2), 2 * self.column + i % 2) for i in range(4))
         return tuple(register(acc[i] + product[self.warp, *place]) for i, place in enumerate(places))

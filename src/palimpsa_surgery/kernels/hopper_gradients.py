@@ -222,7 +222,7 @@ def segment_gradients(
         in_g0 = pack(from_start_g[0], from_start_g[0])
         in_g1 = pack(from_start_g[1], from_start_g[1])
         forward = (transpose(d00), transpose(d01), transpose(d11), in_g0, in_g1)
-        backward = (d00, d01, d11, pack(from_start[0], from_start[1]), pack(from_start[2], from_start[3]))
+        backward = (d00, d01, d11)
         store4(a_lane + DECAYS, within[0:4])
         store4(a_lane + LATE_DECAYS, (within[4], within[5], keep, zero))
         store4(a_lane + START_DECAYS, from_start)

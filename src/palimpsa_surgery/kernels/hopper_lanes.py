@@ -188,6 +188,25 @@ def mma8(a0, a1, b0, acc):
 
 
 @jit
+def mma_tf32(a, b0, b1, acc):
+    """acc + a b, a [16, 8], b [8, 8], in float32 of which the products take the first 19 bits.
+
+    The lanes hold a of rows g, g + 8, columns c, and the same of columns c + 4, and b of rows c and c + 4, column g.
+    """
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+        "{$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        [
+            a[0].to(gl.int32, bitcast=True), a[1].to(gl.int32, bitcast=True), a[2].to(gl.int32, bitcast=True),
+            a[3].to(gl.int32, bitcast=True), b0.to(gl.int32, bitcast=True), b1.to(gl.int32, bitcast=True),
+            acc[0], acc[1], acc[2], acc[3],
+        ],
+        (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@jit
 def scaled(v, factor):
     """A fragment times a factor."""
     return (v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor)

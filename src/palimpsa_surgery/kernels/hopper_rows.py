@@ -10,6 +10,7 @@ from .hopper_lanes import (
     load4_bits,
     mma8,
     mma16,
+    mma_tf32,
     pack,
     reciprocal,
     states,
@@ -30,8 +31,12 @@ SIGNS = gl.constexpr(-0x7FFF8000)  # changes the signs of a pair
 
 
 @jit
-def direct_adjoint(M, I, C, dy0, dy1, dC, dprior):
-    """Z and Z R of a fragment, in pairs of tokens, of keys g and g + 8; dC; all Z R added up, before rounding."""
+def direct_adjoint(M, I, C, dy, dC, dprior):
+    """Z and Z R of a fragment, in pairs of tokens, of keys g and g + 8; dC; all Z R added up, before rounding.
+
+    After the pairs Z and Z R as they are, as `mma_tf32` takes tokens 2c and 2c + 1 for columns c and c + 4.
+    """
+    dy0, dy1 = dy
     # two tokens share a reciprocal, as in the read-out
     s0 = reciprocal(I[0] * I[1])
     s1 = reciprocal(I[2] * I[3])
@@ -53,7 +58,9 @@ def direct_adjoint(M, I, C, dy0, dy1, dC, dprior):
     y3 = z3 * m3
     dC = (dC[0] + dy0 * m0, dC[1] + dy1 * m1, dC[2] + dy0 * m2, dC[3] + dy1 * m3)
     dprior = (dprior[0] + y0, dprior[1] + y1, dprior[2] + y2, dprior[3] + y3)
-    return pack(z0, z1), pack(z2, z3), pack(y0, y1), pack(y2, y3), dC, dprior
+    z = (z0, z2, z1, z3)
+    y = (y0, y2, y1, y3)
+    return pack(z0, z1), pack(z2, z3), pack(y0, y1), pack(y2, y3), z, y, dC, dprior
 
 
 @jit
@@ -126,31 +133,41 @@ def row_gradients(
         of_M, of_I: first operands for sums over keys, for each 16 keys: in rows g the tokens s < 8, in rows g + 8 the
             starting states (Ibar's negated), [k, n].
         late_keys: the same of B for tokens s >= 8 in rows g, of B² in rows g + 8.
-        backward: pairs of D, three tiles [s, t], and of the decays from the start to tokens 2c and 2c + 8.
+        backward: pairs of D, three tiles [s, t].
     """
     zero = (g * 0).to(gl.float32)
     zeros = (zero, zero, zero, zero)
-    d00, d01, d11, in_c0, in_c1 = backward
+    d00, d01, d11 = backward
     vu = load4(a_rows)  # v[g], v[g + 8], -beta[g], -beta[g + 8]
     dy = load4(a_dy)  # 2c, 2c + 1, 2c + 8, 2c + 9
     here = g == r
     M00, M01, M10, M11 = M
     I00, I01, I10, I11 = I
-    z00a, z00b, y00a, y00b, dC00, dprior = direct_adjoint(M00, I00, load4(a_lane), dy[0], dy[1], dC[0], dprior)
-    z01a, z01b, y01a, y01b, dC01, dprior = direct_adjoint(M01, I01, load4(a_lane + 2048), dy[2], dy[3], dC[1], dprior)
-    z10a, z10b, y10a, y10b, dC10, dprior = direct_adjoint(M10, I10, load4(a_lane + 4096), dy[0], dy[1], dC[2], dprior)
-    z11a, z11b, y11a, y11b, dC11, dprior = direct_adjoint(M11, I11, load4(a_lane + 6144), dy[2], dy[3], dC[3], dprior)
+    z00a, z00b, y00a, y00b, z00, y00, dC00, dprior = direct_adjoint(M00, I00, load4(a_lane), dy[:2], dC[0], dprior)
+    z01a, z01b, y01a, y01b, z01, y01, dC01, dprior = direct_adjoint(
+        M01, I01, load4(a_lane + 2048), dy[2:], dC[1], dprior
+    )
+    z10a, z10b, y10a, y10b, z10, y10, dC10, dprior = direct_adjoint(
+        M10, I10, load4(a_lane + 4096), dy[:2], dC[2], dprior
+    )
+    z11a, z11b, y11a, y11b, z11, y11, dC11, dprior = direct_adjoint(
+        M11, I11, load4(a_lane + 6144), dy[2:], dC[3], dprior
+    )
     dC = (dC00, dC01, dC10, dC11)
     # products over tokens t: dB, G, the adjoint of the start
     dB = over_tokens((z00a, z00b, z01a, z01b, z10a, z10b, z11a, z11b), (d00, d01, d11), vu[0], vu[1], dB)
     G = over_tokens((y00a, y00b, y01a, y01b, y10a, y10b, y11a, y11b), (d00, d01, d11), vu[2], vu[3], G)
-    b0 = gl.where(here, in_c0, 0)
-    b1 = gl.where(here, in_c1, 0)
+    # of which bfloat16 would be the largest error in the gradient of A: what a long memory sends back cancels
+    start = load4(a_lane + START_DECAYS)
+    b0 = gl.where(here, start[0], 0.0)
+    b1 = gl.where(here, start[1], 0.0)
+    b2 = gl.where(here, start[2], 0.0)
+    b3 = gl.where(here, start[3], 0.0)
     E = (
-        mma16(z00a, z00b, z01a, z01b, b0, b1, E[0]),
-        mma16(z10a, z10b, z11a, z11b, b0, b1, E[1]),
-        mma16(y00a, y00b, y01a, y01b, b0, b1, E[2]),
-        mma16(y10a, y10b, y11a, y11b, b0, b1, E[3]),
+        mma_tf32(z01, b2, b3, mma_tf32(z00, b0, b1, E[0])),
+        mma_tf32(z11, b2, b3, mma_tf32(z10, b0, b1, E[1])),
+        mma_tf32(y01, b2, b3, mma_tf32(y00, b0, b1, E[2])),
+        mma_tf32(y11, b2, b3, mma_tf32(y10, b0, b1, E[3])),
     )
     # sums over keys: Q [s, t], and the same for the starts [p, t], for earlier and later tokens t
     z00a = transpose(z00a)
