@@ -19,7 +19,7 @@ from .hopper_read_out import read_out as read_out_kernel
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
-# Tokens a segment in the backward pass: the gradient kernel takes 28 ms with 256 and 35 with 512.
+# Tokens a segment in the backward pass: the gradient kernel took 28 ms with 256 and 35 with 512.
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
 # Value rows of a program of `sub_chunk_starts`: 2.21 ms with 32, 2.44 with 16, 2.85 with 64
