@@ -9,7 +9,7 @@ at a time; a warp has 32 keys n. With D[s, t] the decay from s to t, for one row
     R  = M / I,  Z = C dy / I,  Z R        (direct adjoints of M and, negated, of Ibar; rounded to bfloat16)
     Q  = B Zᵀ,   Q_R = B² (Z R)ᵀ           [s, t]: all sums over keys are products, of the transposed Z
     d v[s] = Σ_t D Q,  d beta[s] = -Σ_t D Q_R,  dBᵀ += Z (D ∘ v)ᵀ,  G += Z R (-D ∘ beta)ᵀ,  dC += dy R
-    E  = e_in[last] E + Z e_in             the adjoint of the starting state, eight rows a tile
+    E  = e_in[last] E + Z e_in             the adjoint of the starting state, eight rows a tile, of Z in TF32
 
 and dB + 2 B G in the end. What E, the adjoint after the sub-chunk, adds to d v, d beta, dB and G are products of
 eight rows. The gradient of log alpha[j] is the sum over all spans from s < j (or the start) to t >= j (or the end) of
