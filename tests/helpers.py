@@ -1,5 +1,6 @@
 """Comparisons and a model shared by all tests: `from helpers import assert_close`."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,6 +39,18 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float,
         assert bad == 0, f"{name}: {bad} of {tensor.numel()} values of {label} are NaN or infinite"
     error = relative_error(actual, expected)
     assert error <= tolerance, f"{name}: relative error {error:.3g} > {tolerance:.3g}"
+
+
+def poisoned(make_empty: Callable) -> Callable:
+    """`torch.empty` or its like, whose uninitialised memory is NaN, so that what is never written shows."""
+
+    def wrapper(*arguments, **options):
+        tensor = make_empty(*arguments, **options)
+        if tensor.is_floating_point():
+            tensor.detach().fill_(float("nan"))
+        return tensor
+
+    return wrapper
 
 
 def http_error(kind: type[Exception]) -> Exception:

@@ -28,7 +28,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from lane_machine import load_kernels
-from helpers import assert_close
+from helpers import assert_close, poisoned
 from palimpsa_surgery.kernels import hopper_scan, triton_scan
 from palimpsa_surgery.kernels.decay import document_numbers
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
@@ -48,11 +48,6 @@ def nearest(values, source, target, rounding):
 interpreter._convert_float = nearest
 
 # uninitialised memory is NaN
-def poisoned(empty):
-    def make(*arguments, **options):
-        v = empty(*arguments, **options)
-        return v.fill_(float("nan")) if v.is_floating_point() else v
-    return make
 torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
 torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)
 
@@ -136,9 +131,8 @@ def test_every_token_of_the_read_out(case, monkeypatch):
     # a document that begins with dt = 0 has zeros
     errors = (y - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     assert errors.max() < 4e-3, f"token {errors.amax((0, 2)).argmax()}: {errors.max():.2e}"
-    assert (
-        y != expected.bfloat16()
-    ).float().mean() < 5e-3  # a part left out of the operands rounds more of them otherwise
+    # a part left out of the operands rounds more of them otherwise
+    assert (y != expected.bfloat16()).float().mean() < 5e-3
 
 
 def test_a_step_that_is_nan_reaches_no_token_before_it(monkeypatch):

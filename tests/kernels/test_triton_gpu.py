@@ -14,7 +14,7 @@ import carry_cases
 import conv_cases
 import norm_cases
 from emulation import emulate
-from helpers import assert_close, relative_error
+from helpers import assert_close, poisoned, relative_error
 from palimpsa_surgery.kernels import palimpsa_scan, palimpsa_step, triton_scan
 from palimpsa_surgery.kernels.chunked import palimpsa_scan_chunked
 from palimpsa_surgery.kernels.conv import causal_conv1d
@@ -66,20 +66,8 @@ def poison(monkeypatch, request):
     """Uninitialised memory is NaN, so that whatever the kernels fail to write shows; not while compiling."""
     if "compiled" in request.node.name:
         return
-    empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
-
-    def poisoned(make_empty):
-        def wrapper(*args, **kwargs):
-            tensor = make_empty(*args, **kwargs)
-            if tensor.is_floating_point():
-                tensor.detach().fill_(float("nan"))
-            return tensor
-
-        return wrapper
-
-    monkeypatch.setattr(torch, "empty", poisoned(empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ sys.path.insert(0, {tests!r})
 import torch
 import triton.language as tl
 import carry_cases, conv_cases, norm_cases
-from helpers import assert_close
+from helpers import assert_close, poisoned
 from scan_cases import Case, between_nan, check, make
 from palimpsa_surgery.kernels import hopper_scan, triton_conv, triton_scan
 from palimpsa_surgery.kernels.reference import palimpsa_scan_reference
@@ -55,11 +55,6 @@ triton_scan.MAX_GRID = 3
 triton_conv.BQ, triton_conv.R = 8, 8
 hopper_scan.CARRY_TOKENS = 32
 
-def poisoned(empty):
-    def make(*arguments, **options):
-        v = empty(*arguments, **options)
-        return v.fill_(float("nan")) if v.is_floating_point() else v
-    return make
 torch.empty, torch.Tensor.new_empty = poisoned(torch.empty), poisoned(torch.Tensor.new_empty)
 
 def scan(case):
