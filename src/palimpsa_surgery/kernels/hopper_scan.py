@@ -31,7 +31,7 @@ CARRY_KEYS = 64
 SPAN_BLOCK = 4  # sub-chunks of a program of `sum_spans`: one warp, eight lanes for each
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
 STATE_COPIES = 2 + BACKWARD_SEGMENT // SUB_CHUNK // 2
-ROW_VALUES = 6  # rows and spans: float32 values for each token and value row
+ROW_VALUES = 6  # rows, spans and decays: float32 values for each token and value row
 
 
 @jit
