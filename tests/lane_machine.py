@@ -132,8 +132,8 @@ class SharedMemory:
 class Machine:
     """The threads of one program, its shared memory, and what stands in for Gluon and the instructions."""
 
-    def __init__(self, threads: int, program: tuple[int, ...]):
-        self.threads, self.program = threads, program
+    def __init__(self, threads: int, program: tuple[int, ...], grid: tuple[int, ...]):
+        self.threads, self.program, self.grid = threads, program, grid
         self.warp, lane = np.divmod(np.arange(threads), 32)
         self.row, self.column = np.divmod(lane, 4)
         self.language = types.SimpleNamespace(
@@ -146,6 +146,7 @@ class Machine:
             allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: register(np.arange(start, end, dtype=np.int32)),
             program_id=lambda axis: register(np.int32(self.program[axis])),
+            num_programs=lambda axis: register(np.int32(self.grid[axis])),
             minimum=lambda a, b: register(np.minimum(a, b)),
             maximum=lambda a, b: register(np.maximum(a, b)),
             cdiv=lambda a, b: register(-(-a // b)),
@@ -169,7 +170,9 @@ class Machine:
             "load1_bits": self._word,
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
-            "copy_async": self._copy_async,
+            "copy_async_word": self._copy_async_word,
+            "load_global4": lambda address: tuple(load(address + i) for i in range(4)),
+            "store_global4": self._store_global4,
             "wait_async": lambda zero: self.shared.wait(),
             "reciprocal": lambda x: register(np.float32(1) / x),
             "pack": pack,
@@ -225,12 +228,14 @@ class Machine:
         for i, value in enumerate(values):
             self.shared.write(address + 4 * i, value)
 
-    def _copy_async(self, address, source: Pointer):
-        assert (address % 16 == 0).all()
-        assert (source.offset % 4 == 0).all()
-        for i in range(4):
-            words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]
-            self.shared.write(address + 4 * i, words.numpy().view(np.float32), copy=True)
+    def _copy_async_word(self, address, source: Pointer):
+        words = source.flat[torch.from_numpy(np.asarray(source.offset))]
+        self.shared.write(address, words.numpy().view(np.float32), copy=True)
+
+    def _store_global4(self, address: Pointer, values):
+        assert (np.asarray(address.offset) % 4 == 0).all()
+        for i, value in enumerate(values):
+            self._store(address + i, value)
 
     @staticmethod
     def _times(a, b):
@@ -282,7 +287,7 @@ class Kernel:
         def run(*arguments, num_warps, **constants):
             arguments = [pointer(v) if isinstance(v, torch.Tensor) else v for v in arguments]
             for program in itertools.product(*(range(size) for size in grid)):
-                machine = Machine(32 * num_warps, program)
+                machine = Machine(32 * num_warps, program, grid)
                 for module in self.modules:
                     for name, instruction in machine.instructions().items():
                         if hasattr(module, name):
@@ -299,7 +304,7 @@ def load_kernels() -> tuple[Kernel, Kernel]:
     present = sys.modules.get("triton.experimental")
     sys.modules |= {package.__name__: package, "triton.experimental": None}
     try:
-        names = ("lanes", "rows", "scaled", "gradients", "read_out")
+        names = ("lanes", "scaled", "gradients", "read_out")
         modules = [importlib.import_module(f"{package.__name__}.hopper_{name}") for name in names]
     finally:
         if present is None:

@@ -24,14 +24,15 @@ def _add_product(b_keys, b_written, b_sum, DOT: tl.constexpr, PRECISION: tl.cons
 
 @jit
 def sub_chunk_starts(
-    x, dt, beta, B, states, decays, starts,
+    x, dt, beta, A, B, doc, states, starts,
     x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g,
     T, TP, H, HPG, NSEG, S,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, HAS_DOC: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """starts [b, h, TP / 16, p / 8, 2, n, p % 8] = M and Ibar before every 16th token of one segment, BP value rows.
 
-    states [b, h, NSEG + 1, 2, p, n]; decays as of `hopper_scan.prepare_rows`.
+    states [b, h, NSEG + 1, 2, p, n].
     """
     i_p = tl.program_id(0) % (P // BP)
     i_seg = (tl.program_id(0) // (P // BP)).to(tl.int64)
@@ -48,7 +49,8 @@ def sub_chunk_starts(
     p_B = B + b * B_b + (h // HPG) * B_g + t0 * B_t + o_l[None, :] * B_t + o_n[:, None]
     p_dt = dt + b * dt_b + h * dt_h + t0 * dt_t + o_l * dt_t
     chunk = i_bh * (TP // 16) + i_seg * (S // 16)
-    p_out = decays + chunk * 272 + o_l * 16 + 15  # from s to the sub-chunk's end
+    p_doc = doc + b * T + t0
+    b_A = tl.load(A + h)
     p_s = states + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N + o_p[None, :] * N + o_n[:, None]
     p_starts = starts + chunk * (2 * P * N) + (o_p // 8 * (16 * N) + o_p % 8)[None, :] + o_n[:, None] * 8
     b_M = tl.load(p_s)  # [N, BP]
@@ -57,9 +59,19 @@ def sub_chunk_starts(
         tl.store(p_starts, b_M.to(starts.dtype.element_ty))
         tl.store(p_starts + 8 * N, b_I.to(starts.dtype.element_ty))
         m_t = start + o_l < time
-        b_out = tl.load(p_out)  # [16]
-        b_keep = tl.load(decays + chunk * 272 + start * 17 + 271)
         b_dt = tl.load(p_dt, mask=m_t, other=0.0)
+        # decay to the sub-chunk's end, over the later tokens alone, as in `_carry_state`
+        b_later = tl.load(p_dt + dt_t, mask=(o_l < 15) & (start + o_l + 1 < time), other=0.0)
+        b_out = tl.exp(-b_A * tl.cumsum(b_later, 0, reverse=True))  # [16]
+        b_keep = tl.exp(-b_A * tl.sum(b_dt, 0))
+        if HAS_DOC:
+            last = tl.minimum(start + 16, time) - 1
+            b_last = tl.load(p_doc + last)
+            b_doc = tl.load(p_doc + start + o_l, mask=m_t, other=-1)
+            b_out = tl.where(b_doc == b_last, b_out, 0.0)
+            # the state before the first token of all belongs to its document
+            b_before = tl.load(p_doc + start - (t0 + start > 0).to(tl.int32))
+            b_keep = tl.where(b_before == b_last, b_keep, 0.0)
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0).to(tl.float32)  # [16, BP]
         b_u = tl.load(p_beta, mask=m_t[:, None], other=0.0).to(tl.float32)
         b_B = tl.load(p_B, mask=m_t[None, :], other=0.0)  # [N, 16]
@@ -70,7 +82,6 @@ def sub_chunk_starts(
         p_beta += 16 * beta_t
         p_B += 16 * B_t
         p_dt += 16 * dt_t
-        p_out += 272
         p_starts += 2 * P * N
 
 
@@ -113,8 +124,9 @@ def _carry_state(
             b_K = b_K.to(tl.float32) * b_K.to(tl.float32)
         b_x = tl.load(p_written + (t0 + o_t[:, None]) * w_t + o_p[None, :], mask=m_t[:, None], other=0.0)
         b_x = b_x.to(tl.float32)
-        o_row = (o_t // 16 * (64 * P) + o_t % 16 * 8)[:, None] + (o_p // 8 * 512 + o_p % 8)[None, :]
-        b_own = tl.load(rows + (i_bh * TP + t0) * (4 * P) + STATE * 128 + o_row, mask=m_t[:, None], other=0.0)
+        p_own = rows + ((i_bh * 4 + STATE * 2) * TP + t0 + o_t[:, None]) * P + o_p[None, :]
+        b_own = tl.load(p_own, mask=m_t[:, None], other=0.0)
+        b_own += tl.load(p_own + TP.to(tl.int64) * P, mask=m_t[:, None], other=0.0)
         b_d = tl.dot(b_K.to(DOT), b_ET, input_precision=PRECISION) * b_w[:, None]  # [BT, P]
         b_flow = tl.sum(b_x * b_d, 1)
         b_d += b_own
@@ -137,8 +149,7 @@ def carry_rows(
 ):  # fmt: skip
     """dx or dbeta of one segment and head, BT tokens at a time, and what `carry_keys` and the sum over spans need.
 
-    rows [b, h, TP / 16, p, 64] hold what the segment's own tokens cause, as `hopper_gradients.segment_gradients` leaves
-    it; slot k + 1 of adjoints [b, h, NSEG + 1, 2, p, n] is the adjoint after segment k, slot k of states the state
+    rows [b, h, 2, 2, TP, p] hold what the segment's own tokens cause, d v and d beta by each half of the keys; slot k + 1 of adjoints [b, h, NSEG + 1, 2, p, n] is the adjoint after segment k, slot k of states the state
     before it and decay [b, h, NSEG] what it keeps. dx and dbeta have strides g_*; dvx [b, h, TP] = Σ_p x d v;
     w [b, h, TP]. What flows to after the segment, by M and by Ibar: flow [2, b, h, TP] from each token, whole
     [2, b, h, NSEG] from before the segment.

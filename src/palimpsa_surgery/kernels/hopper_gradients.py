@@ -1,154 +1,443 @@
-"""The gradient kernel of `triton_scan.py` (step 5) for Hopper: one register of a lane at a time, in Gluon.
+"""The gradients that a segment's own tokens cause (step 5 of `triton_scan.py`'s backward pass) for Hopper.
 
-Every tensor here is [128], one 32-bit register of each thread of 4 warps (`hopper_lanes.py` has the letters g and c).
+Time runs backwards through blocks of 16 tokens, one block of which the state at its end is known. With c the product of
+the decays since the block's first token, M / c and I / c do not decay, so a token that is done takes back what it wrote:
 
-A program takes one head and one segment, sub-chunks of 16 tokens from last to first, in each all value rows p, eight
-at a time; a warp has 32 keys n. With D[s, t] the decay from s to t, for one row, as [n, t] accumulators (16 a lane):
+    M / c -= v B        I / c -= u B² + dq        with v = dt x / c, u = beta / c, dq by how much I_prior / c has grown
 
-    M  = Bᵀ (D ∘ v)   + M_start e_in,      I = I_prior + (B²)ᵀ (D ∘ beta) + Ibar_start e_in      (v = dt x)
-    R  = M / I,  Z = C dy / I,  Z R        (direct adjoints of M and, negated, of Ibar; rounded to bfloat16)
-    Q  = B Zᵀ,   Q_R = B² (Z R)ᵀ           [s, t]: all sums over keys are products, of the transposed Z
-    d v[s] = Σ_t D Q,  d beta[s] = -Σ_t D Q_R,  dBᵀ += Z (D ∘ v)ᵀ,  G += Z R (-D ∘ beta)ᵀ,  dC += dy R
-    E  = e_in[last] E + Z e_in             the adjoint of the starting state, eight rows a tile, of Z in TF32
+and so do c E and c E_I, the adjoints from this token on, to which a token adds C dy (c / I) and -C dy (c / I) (M / I).
+Everything is float32 and no element is moved: a lane has eight value rows and four keys of M, I, E and E_I, and leaves
+its sums over them in shared memory, where those of four tokens are added up at a time.
 
-and dB + 2 B G in the end. What E, the adjoint after the sub-chunk, adds to d v, d beta, dB and G are products of
-eight rows. The gradient of log alpha[j] is the sum over all spans from s < j (or the start) to t >= j (or the end) of
-what flows along them: `spans` gets the terms of each span, summed over rows; nothing is subtracted.
+What was taken back is lost where the state has grown by more than float32 can hold beside it (`GROWTH`). Then each
+token is a block of its own, and its state is worked out from the start of the 16.
 
-E is zero at the segment's end. What later segments add to the gradients is linear in their adjoint: `hopper_carry.py`.
+The gradient of log alpha at a block's first token is what flows through there, E · alpha M + E_I · alpha Ibar; from a
+token to the next it changes by v · dv + u · dbeta, less what the prior receives.
 """
 
 from .hopper_lanes import (
     barrier,
-    copy_async,
+    beyond,
+    copy_async_word,
+    from_lane,
     gl,
     high,
     jit,
-    keys_and_starts,
     load1,
-    load1_bits,
     load4,
+    load4_bits,
+    load_global4,
+    load_scalar,
     low,
-    mma8,
-    operand,
-    pack,
-    scaled,
+    mma16,
+    reciprocal,
     shared_base,
-    square4,
     store1,
     store4,
-    transpose,
-    transpose_operand,
+    store_global4,
+    upper,
     wait_async,
 )
-from .hopper_rows import (
-    DECAYS,
-    END_DECAYS,
-    LATE_DECAYS,
-    SIGNS,
-    START_DECAYS,
-    SUMS,
-    over_keys,
-    row_gradients,
-    row_states,
-)
 
-# Sizes that the kernel is built for, those of every released Mamba2.
-HEAD_DIM, STATE_SIZE = 64, 128
-NUM_WARPS = 4
-ROW_WORDS = 64  # 32-bit words of a row's operands in a sub-chunk, see `prepare_rows`
-SPAN_WORDS = 14  # of each lane, see `segment_gradients`
-# Shared memory, bytes: adjoints of 64 rows, and two groups each of rows' operands,
-# partial results and states at the sub-chunk's start; I_prior
-_ROWS: gl.constexpr = gl.constexpr(64 * 1024)
-_PARTS: gl.constexpr = gl.constexpr(68 * 1024)
-_STARTS: gl.constexpr = gl.constexpr(76 * 1024)
-_PRIORS: gl.constexpr = gl.constexpr(84 * 1024)
-# and 18 KiB for words of each lane, see `hopper_rows.py`: C and what registers are too few for
-_LANES: gl.constexpr = gl.constexpr(84 * 1024 + 512)
+HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
+NUM_WARPS = 4  # of 16 keys each
+HALVES = 2  # programs for all keys
+GROWTH = gl.constexpr(4096.0)  # I / c over 16 tokens, and 1 / c
+
+# Shared memory, in bytes. Sums of four tokens over a lane's elements [4, 7, 128 threads, 4]: d v and d beta of rows 0 to 3
+# and 4 to 7, dC, and the parts of dB by M and by I; then [4, 128] sums of -Z_I. Operands of 16 tokens: rows
+# [16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in pairs of tokens [2, 8, 64]. What was copied for the
+# next 16, in the order in which threads take it [5, 128, 4 words]. Parts of what d log alpha changes by [16, 32].
+SUMS_AT = gl.constexpr(57344)
+ROWS_AT = gl.constexpr(59392)
+KEYS_AT = gl.constexpr(71680)
+PAIRS_AT = gl.constexpr(83968)
+RAW_AT = gl.constexpr(88064)
+CHANGES_AT = gl.constexpr(98304)
+FLOWS_AT = gl.constexpr(100352)  # [16, 4 warps], and a word for each thread that has nothing to say
+FLAGS_AT = gl.constexpr(101376)  # [4 warps]
+SCALARS = gl.constexpr(199)  # rows of 128 words: 1 / c, dq, and what scales adjoints before each token
+WORDS = gl.constexpr(202)
 
 
 @jit
-def _sum_rows(address, p_rows, offset):
-    """Sum a group's d v and d beta over the warps and write them in place of the rows' operands."""
-    dv = load1(address)
-    du = load1(address + 512)
-    for w in gl.static_range(1, 4):
-        dv += load1(address + w * 1024)
-        du += load1(address + w * 1024 + 512)
-    gl.store(p_rows + offset, dv)
-    gl.store(p_rows + 128 + offset, du)
+def _element(M, I, E, J, C, B, S, dy, v, u, dq):
+    """One element: what it was before the token, adjoints with the token (J = -E_I), M / I and -Z_I / dy."""
+    r = reciprocal(I)
+    m = M * r
+    z = C * r
+    w = z * m
+    return M - v * B, I - u * S - dq, E + dy * z, J + dy * w, m, w
 
 
 @jit
-def _store_keys(p, v0, v1, N: gl.constexpr):
-    """A fragment [16 keys, 16 tokens] to [t, n]."""
-    gl.store(p, v0[0])
-    gl.store(p + N, v0[1])
-    gl.store(p + 8, v0[2])
-    gl.store(p + N + 8, v0[3])
-    gl.store(p + 8 * N, v1[0])
-    gl.store(p + 9 * N, v1[1])
-    gl.store(p + 8 * N + 8, v1[2])
-    gl.store(p + 9 * N + 8, v1[3])
+def _row(M, I, E, J, C, B, S, dy, v, u, dq, sums):
+    """A row's four keys; adds to `sums`: dC, dB by M and by I for each key, and -Z_I; d v and d beta."""
+    M0, I0, E0, J0, m0, w0 = _element(M[0], I[0], E[0], J[0], C[0], B[0], S[0], dy, v, u, dq)
+    M1, I1, E1, J1, m1, w1 = _element(M[1], I[1], E[1], J[1], C[1], B[1], S[1], dy, v, u, dq)
+    M2, I2, E2, J2, m2, w2 = _element(M[2], I[2], E[2], J[2], C[2], B[2], S[2], dy, v, u, dq)
+    M3, I3, E3, J3, m3, w3 = _element(M[3], I[3], E[3], J[3], C[3], B[3], S[3], dy, v, u, dq)
+    dC, dB, G, zs = sums
+    dC = (dC[0] + dy * m0, dC[1] + dy * m1, dC[2] + dy * m2, dC[3] + dy * m3)
+    dB = (dB[0] + E0 * v, dB[1] + E1 * v, dB[2] + E2 * v, dB[3] + E3 * v)
+    G = (G[0] + J0 * u, G[1] + J1 * u, G[2] + J2 * u, G[3] + J3 * u)
+    zs = zs + dy * ((w0 + w1) + (w2 + w3))
+    dv = E0 * B[0] + E1 * B[1] + E2 * B[2] + E3 * B[3]
+    du = J0 * S[0] + J1 * S[1] + J2 * S[2] + J3 * S[3]
+    return (M0, M1, M2, M3), (I0, I1, I2, I3), (E0, E1, E2, E3), (J0, J1, J2, J3), (dC, dB, G, zs), dv, du
 
 
 @jit
-def _with_square(dB, keys0, keys1, G):
-    """dB + 2 B G of a fragment [keys, s]."""
+def _token(M, I, E, J, a_rows, a_keys, a_dq, a_out, a_sum, zero):
+    """One token, from its operands at the lane's addresses; its sums go to `a_out` and `a_sum`."""
+    C = load4(a_keys)
+    B = load4(a_keys + 64)
+    S = load4(a_keys + 128)
+    dq = load1(a_dq)
+    zeros = (zero, zero, zero, zero)
+    sums = (zeros, zeros, zeros, zero)
+    M_new = ()
+    I_new = ()
+    E_new = ()
+    J_new = ()
+    for half in gl.static_range(2):
+        dy = load4(a_rows + half * 16)
+        v = load4(a_rows + 256 + half * 16)
+        u = load4(a_rows + 512 + half * 16)
+        dv = ()
+        du = ()
+        for i in gl.static_range(4):
+            M_j, I_j, E_j, J_j, sums, dv_j, du_j = _row(
+                M[4 * half + i], I[4 * half + i], E[4 * half + i], J[4 * half + i], C, B, S, dy[i], v[i], u[i], dq, sums
+            )
+            M_new += (M_j,)
+            I_new += (I_j,)
+            E_new += (E_j,)
+            J_new += (J_j,)
+            dv += (dv_j,)
+            du += (du_j,)
+        store4(a_out + half * 2048, dv)
+        store4(a_out + 4096 + half * 2048, du)
+    store4(a_out + 8192, sums[0])
+    store4(a_out + 10240, sums[1])
+    store4(a_out + 12288, sums[2])
+    store1(a_sum, sums[3])
+    return M_new, I_new, E_new, J_new
+
+
+@jit
+def _add4(a, b):
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+
+
+@jit
+def _times4(a, factor):
+    return (a[0] * factor, a[1] * factor, a[2] * factor, a[3] * factor)
+
+
+@jit
+def _times_all(V, factor):
+    """A state's or adjoint's 32 elements times a factor."""
+    scaled = ()
+    for j in gl.static_range(8):
+        scaled += (_times4(V[j], factor),)
+    return scaled
+
+
+@jit
+def _three_parts(a, b):
+    """Two float32 as three pairs of bfloat16, whose sum is all of them."""
+    a1 = beyond(a)
+    b1 = beyond(b)
+    a2 = beyond(a1)
+    b2 = beyond(b1)
     return (
-        dB[0] + 2.0 * low(keys0) * G[0],
-        dB[1] + 2.0 * high(keys0) * G[1],
-        dB[2] + 2.0 * low(keys1) * G[2],
-        dB[3] + 2.0 * high(keys1) * G[3],
+        upper(a, b).to(gl.int32, bitcast=True),
+        upper(a1, b1).to(gl.int32, bitcast=True),
+        upper(a2, b2).to(gl.int32, bitcast=True),
     )
 
 
 @jit
-def _operands(p_B, p_C, p_d, ts, T, B_t, C_t, warp, g, c):
-    """What a lane needs of a sub-chunk, as it lies in memory: B and C of 32 keys, decays."""
-    # past the sequence's end dt, x, beta and dy are zero, and B and C those of the last token
-    o_g = gl.minimum(g, T - 1 - ts)
-    o_g8 = gl.minimum(g + 8, T - 1 - ts)
-    p_b = p_B + ts.to(gl.int64) * B_t
-    p_c = p_C + ts.to(gl.int64) * C_t
-    o_n = warp * 16 + c
-    B0 = operand(p_b + (o_g * B_t + o_n), p_b + (o_g8 * B_t + o_n))
-    B1 = operand(p_b + (o_g * B_t + o_n + 8), p_b + (o_g8 * B_t + o_n + 8))
-    C0 = operand(p_c + (o_g * C_t + o_n), p_c + (o_g8 * C_t + o_n))
-    C1 = operand(p_c + (o_g * C_t + o_n + 8), p_c + (o_g8 * C_t + o_n + 8))
-    p_g = p_d + (g * 16 + 2 * c)
-    within = (
-        gl.load(p_g), gl.load(p_g + 1), gl.load(p_g + 8), gl.load(p_g + 9), gl.load(p_g + 136), gl.load(p_g + 137),
-    )  # fmt: skip
-    p_g = p_d + g * 16
-    to_end = (gl.load(p_g + 15), gl.load(p_g + 143))  # from tokens g and g + 8
-    p_g = p_d + (256 + 2 * c)  # from the sub-chunk's start
-    from_start = (gl.load(p_g), gl.load(p_g + 1), gl.load(p_g + 8), gl.load(p_g + 9))
-    p_g = p_d + (256 + g)
-    from_start_g = (gl.load(p_g), gl.load(p_g + 8))
-    return B0, B1, C0, C1, within, to_end, from_start, from_start_g, gl.load(p_d + (271 + 0 * g))
+def _written(a_pairs, a_keys, scale, c):
+    """What 16 tokens write, scaled: eight tiles of 16 rows x 8 keys, as products of pairs of tokens with three parts.
+
+    `scale` is one for each token, a lane each. Of tile 2 i + u a lane has rows 2 i and 2 i + 1 of its eight and keys 2 u
+    and 2 u + 1 of its four.
+    """
+    early = (load4_bits(a_pairs), load4_bits(a_pairs + 16))
+    late = (load4_bits(a_pairs + 1024), load4_bits(a_pairs + 1040))
+    s0 = from_lane(scale, 2 * c)
+    s1 = from_lane(scale, 2 * c + 1)
+    s8 = from_lane(scale, 2 * c + 8)
+    s9 = from_lane(scale, 2 * c + 9)
+    zero = s0 * 0.0
+    tiles = ()
+    parts = ()
+    for u in gl.static_range(2):
+        a = a_keys + 8 * u
+        parts += (
+            (
+                _three_parts(load1(a) * s0, load1(a + 768) * s1),
+                _three_parts(load1(a + 6144) * s8, load1(a + 6912) * s9),
+            ),
+        )
+    for i in gl.static_range(4):
+        a0 = early[i // 2][i % 2 * 2]
+        a1 = early[i // 2][i % 2 * 2 + 1]
+        a2 = late[i // 2][i % 2 * 2]
+        a3 = late[i // 2][i % 2 * 2 + 1]
+        for u in gl.static_range(2):
+            first, second = parts[u]
+            tile = mma16(a0, a1, a2, a3, first[2], second[2], (zero, zero, zero, zero))
+            tile = mma16(a0, a1, a2, a3, first[1], second[1], tile)
+            tiles += (mma16(a0, a1, a2, a3, first[0], second[0], tile),)
+    return tiles
+
+
+@jit
+def _from_tiles(tiles, j: gl.constexpr):
+    """A lane's row j of tiles as of `_written`."""
+    i: gl.constexpr = j // 2 * 2
+    k: gl.constexpr = j % 2 * 2
+    return (tiles[i][k], tiles[i][k + 1], tiles[i + 1][k], tiles[i + 1][k + 1])
+
+
+@jit
+def _start(pointer):
+    """A lane's eight rows of four keys, of pairs of bfloat16 [n, 8 rows]."""
+    k0 = load_global4(pointer)
+    k1 = load_global4(pointer + 4)
+    k2 = load_global4(pointer + 8)
+    k3 = load_global4(pointer + 12)
+    rows = ()
+    for i in gl.static_range(4):
+        rows += (
+            (low(k0[i]), low(k1[i]), low(k2[i]), low(k3[i])),
+            (high(k0[i]), high(k1[i]), high(k2[i]), high(k3[i])),
+        )
+    return rows
+
+
+@jit
+def _state(p_start, a_pairs, a_keys, v_scale, u_scale, kept, prior, prior_end, c):
+    """M and I after a token: `kept` of the start's, plus what was written; how far I has outgrown its start.
+
+    `prior` and `prior_end`: of I_prior at the start and now.
+    """
+    old = _start(p_start)
+    tiles = _written(a_pairs, a_keys, v_scale, c)
+    M = ()
+    for j in gl.static_range(8):
+        M += (_add4(_times4(old[j], kept), _from_tiles(tiles, j)),)
+    old = _start(p_start + 4 * 128)
+    tiles = _written(a_pairs + 2048, a_keys + 64, u_scale, c)
+    grown = prior_end - prior
+    worst = grown * 0.0
+    I = ()
+    for j in gl.static_range(8):
+        new = _from_tiles(tiles, j)
+        row = ()
+        for k in gl.static_range(4):
+            before = old[j][k] * kept + prior
+            added = new[k] + grown
+            worst = gl.maximum(worst, added - GROWTH * before)
+            row += (before + added,)
+        I += (row,)
+    return M, I, worst
+
+
+@jit
+def _flow(M, I, E, J, prior):
+    """What flows through a block's first token: E · alpha M + E_I · alpha Ibar, of a lane's elements."""
+    flow = prior * 0.0
+    for j in gl.static_range(8):
+        for k in gl.static_range(4):
+            flow = flow + M[j][k] * E[j][k] - (I[j][k] - prior) * J[j][k]
+    return flow
+
+
+@jit
+def _sum_of_warp(v, lane):
+    for i in gl.static_range(5):
+        v = v + from_lane(v, lane ^ (1 << i))
+    return v
+
+
+@jit
+def _leave(a_word, a_own, v, lane):
+    """One word a warp: lane 0 writes it, the others each a word of their own."""
+    store1(gl.where(lane == 0, a_word, a_own), v)
+
+
+@jit
+def _add_up(base, group, warp, lane, prior, p_rows, p_keys, between, TP, dprior):
+    """Sums over lanes of four tokens, each by one warp, to where they go; returns dprior with their -Z_I."""
+    N: gl.constexpr = 128
+    t = group * 4 + warp
+    a = base + warp * 14336
+    s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
+    g = lane % 8
+    a_s = a + s * 2048 + g * 64
+    total = load4(a_s + (g // 2) * 16)
+    for i in gl.static_range(1, 16):
+        total = _add4(total, load4(a_s + i // 4 * 512 + (i + g // 2) % 4 * 16))
+    total = _times4(total, gl.where(s < 2, 1.0, -1.0))
+    operand = load4(base + (ROWS_AT + 256) + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
+    r = load1(base + SCALARS * 512 + t * 4)
+    z = load4(base + SUMS_AT + warp * 512 + lane * 16)
+    z = r * ((z[0] + z[1]) + (z[2] + z[3]))
+    change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
+    store1(base + CHANGES_AT + t * 128 + lane * 4, change - prior * z)
+    store_global4(p_rows + (s // 2 * 2 * TP + t) * 64 + g * 8 + s % 2 * 4, _times4(total, r))
+    # dC or dB by M, and half of the part by I
+    c = lane % 4
+    q = lane // 4 % 2
+    w = lane // 8
+    a_k = a + 8192 + w * 512 + c * 16
+    total = load4(a_k + q * 2048 + q * 64)
+    for i in gl.static_range(1, 8):
+        total = _add4(total, load4(a_k + q * 2048 + (i + q) % 8 * 64))
+    part = load4(a_k + 4096 + q * 320)
+    for i in gl.static_range(1, 4):
+        part = _add4(part, load4(a_k + 4096 + q * 256 + (i + q) % 4 * 64))
+    B = load4(base + (KEYS_AT + 64) + t * 768 + w * 192 + c * 16)
+    other = lane ^ 4
+    factor = gl.where(q == 0, 0.0, -2.0)
+    total = (
+        total[0] + factor * B[0] * (part[0] + from_lane(part[0], other)),
+        total[1] + factor * B[1] * (part[1] + from_lane(part[1], other)),
+        total[2] + factor * B[2] * (part[2] + from_lane(part[2], other)),
+        total[3] + factor * B[3] * (part[3] + from_lane(part[3], other)),
+    )
+    store_global4(p_keys + (gl.where(q == 0, between, 0) + (t * N + w * 16 + c * 4)), total)
+    return dprior + z
+
+
+@jit
+def _copy_rows(a, p, o):
+    """A thread's words of two tokens, `o[0]` and `o[1]` from p."""
+    copy_async_word(a, p + o[0])
+    copy_async_word(a + 4, p + (o[0] + 1))
+    copy_async_word(a + 8, p + o[1])
+    copy_async_word(a + 12, p + (o[1] + 1))
+
+
+@jit
+def _copy_keys(a, p, o):
+    """A thread's four words of one token."""
+    for i in gl.static_range(4):
+        copy_async_word(a + 4 * i, p + (o + i))
+
+
+@jit
+def _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps):
+    """Begin to copy what 16 tokens bring: two tokens' four rows, and eight keys of one, a thread."""
+    a = base + RAW_AT + tid * 16
+    t0 = gl.minimum(start + tid // 16 * 2, steps - 1)
+    t1 = gl.minimum(start + tid // 16 * 2 + 1, steps - 1)
+    o = tid % 16 * 2
+    _copy_rows(a, p_x, (t0 * x_t + o, t1 * x_t + o))
+    _copy_rows(a + 2048, p_beta, (t0 * beta_t + o, t1 * beta_t + o))
+    _copy_rows(a + 4096, p_dy, (t0 * dy_t + o, t1 * dy_t + o))
+    t0 = gl.minimum(start + tid // 8, steps - 1)
+    o = tid % 8 * 4
+    _copy_keys(a + 6144, p_B, t0 * B_t + o)
+    _copy_keys(a + 8192, p_C, t0 * C_t + o)
+
+
+@jit
+def _put_rows(a, raw, scale0, scale1):
+    """Two tokens' four rows as float32."""
+    store4(a, (low(raw[0]) * scale0, high(raw[0]) * scale0, low(raw[1]) * scale0, high(raw[1]) * scale0))
+    store4(a + 768, (low(raw[2]) * scale1, high(raw[2]) * scale1, low(raw[3]) * scale1, high(raw[3]) * scale1))
+
+
+@jit
+def _put_pairs(a, raw):
+    """Two tokens' four rows as pairs of the tokens."""
+    store4(
+        a,
+        (
+            ((raw[0] & 65535) | (raw[2] << 16)).to(gl.float32, bitcast=True),
+            (((raw[0] >> 16) & 65535) | (raw[2] & -65536)).to(gl.float32, bitcast=True),
+            ((raw[1] & 65535) | (raw[3] << 16)).to(gl.float32, bitcast=True),
+            (((raw[1] >> 16) & 65535) | (raw[3] & -65536)).to(gl.float32, bitcast=True),
+        ),
+    )
+
+
+@jit
+def _unless_past(raw, t, steps):
+    """Zero for tokens after the last."""
+    return (
+        gl.where(t < steps, raw[0], 0),
+        gl.where(t < steps, raw[1], 0),
+        gl.where(t + 1 < steps, raw[2], 0),
+        gl.where(t + 1 < steps, raw[3], 0),
+    )
+
+
+@jit
+def _put_scaled(base, tid, start, steps, v_scale, u_scale, shared, r, dq, scale_E):
+    """v and u of 16 tokens, and scalars, one a lane."""
+    a = base + RAW_AT + tid * 16
+    pair = tid // 16 * 2
+    a_rows = base + ROWS_AT + pair * 768 + tid % 16 * 16
+    x = _unless_past(load4_bits(a), start + pair, steps)
+    u = _unless_past(load4_bits(a + 2048), start + pair, steps)
+    _put_rows(a_rows + 256, x, from_lane(v_scale, pair), from_lane(v_scale, pair + 1))
+    _put_rows(a_rows + 512, u, from_lane(u_scale, pair), from_lane(u_scale, pair + 1))
+    shared.index(SCALARS).store(r)
+    shared.index(SCALARS + 1).store(dq)
+    shared.index(SCALARS + 2).store(scale_E)
+    return x, u
+
+
+@jit
+def _put_eight(a, raw):
+    """Eight keys of a token, as float32."""
+    store4(a, (low(raw[0]), high(raw[0]), low(raw[1]), high(raw[1])))
+    store4(a + 16, (low(raw[2]), high(raw[2]), low(raw[3]), high(raw[3])))
+
+
+@jit
+def _put_keys(base, tid):
+    """C, B and B² of 16 tokens."""
+    a = base + RAW_AT + tid * 16
+    a_keys = base + KEYS_AT + tid // 8 * 768 + tid % 8 // 2 * 192 + tid % 2 * 32
+    b = load4_bits(a + 6144)
+    _put_eight(a_keys, load4_bits(a + 8192))
+    _put_eight(a_keys + 64, b)
+    store4(a_keys + 128, (low(b[0]) * low(b[0]), high(b[0]) * high(b[0]), low(b[1]) * low(b[1]), high(b[1]) * high(b[1])))
+    store4(a_keys + 144, (low(b[2]) * low(b[2]), high(b[2]) * high(b[2]), low(b[3]) * low(b[3]), high(b[3]) * high(b[3])))
+
+
+@jit
+def _put_state(p, V, sign, N: gl.constexpr):
+    """A lane's elements to [p, n]."""
+    for j in gl.static_range(8):
+        store_global4(p + j * N, _times4(V[j], sign))
 
 
 @jit
 def segment_gradients(
-    B, C, prior, rows, decays, starts, adjoints, dB, dC, spans,
-    B_b, B_t, B_g, C_b, C_t, C_g, T, TP, H, HPG, NSEG, S,
+    x, dt, beta, A, B, C, prior, doc, dy, starts, adjoints, rows, keys, flows, dprior,
+    x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
+    T, TP, H, HPG, NSEG, S, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of one segment and one head that its own tokens cause.
+    """All gradients of one segment, one head and 64 keys that its own tokens cause.
 
-    B, C as int32 pairs of keys, their strides in pairs. rows [b, h, TP / 16, p, 64 words], decays
-    [b, h, TP / 16, 272] from `prepare_rows`; starts [b, h, TP / 16, p / 8, 2, n, p % 8] bfloat16 as int32 pairs.
-    Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start. Of eight rows' 512 words the
-    first become d v [s, p % 8], the 128 after them d beta.
-    Partial results: dB, dC [b, h, TP, n]; spans [b, h, TP / 16, 4 warps, 14, 32 lanes]: what flows from s to t, tokens
-    (g, 2c), (g, 2c + 1), (g, 2c + 8), (g, 2c + 9), (g + 8, 2c + 8), (g + 8, 2c + 9); from the start to 2c, 2c + 1,
-    2c + 8, 2c + 9; from g and g + 8 to the end; from the start to the end; and the gradient of I_prior.
+    x, beta, B, C and dy are int32 pairs, and their strides are in pairs; starts [b, h, TP / 16, p / 8, 2, n, p % 8]
+    bfloat16, as pairs too. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
+    Partial results of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP], d log alpha;
+    dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n], dB and dC.
     """
     N: gl.constexpr = 128
     P: gl.constexpr = 64
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    shared = gl.allocate_shared_memory(gl.float32, [205, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    shared = gl.allocate_shared_memory(gl.float32, [WORDS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tid = gl.arange(0, 128, layout=L)
     lane = tid % 32
     warp = tid // 32
@@ -156,239 +445,169 @@ def segment_gradients(
     c = lane % 4
     zero_int = tid * 0
     zero = zero_int.to(gl.float32)
-    zeros = (zero, zero, zero, zero)
-    i_seg = gl.program_id(0).to(gl.int64)
+    base = shared_base(zero_int)
+    a_flags = shared_base(gl.to_tensor(0)) + FLAGS_AT
+    half = gl.program_id(0) % 2
+    i_seg = (gl.program_id(0) // 2).to(gl.int64)
     i_bh = gl.program_id(1).to(gl.int64)
+    n_bh = gl.num_programs(1).to(gl.int64)
     b = i_bh // H
     h = i_bh % H
     t0 = i_seg * S
-    n_sub = gl.cdiv(gl.minimum(S, T - t0), 16).to(gl.int32)
-    shared.index(168).store(gl.load(prior + h) + zero)  # I_prior, to be loaded as four registers at a time
-    base = shared_base(zero_int)
-    a_prior = base + _PRIORS
-    a_E = base + warp * 1024 + lane * 16
-    a_rows = base + _ROWS + g * 16
-    a_pairs = base + _ROWS + 128 + c * 16
-    a_dy = base + _ROWS + 192 + c * 16
-    a_ends = base + _ROWS + c * 512 + g * 16
-    a_copy = base + _ROWS + tid * 16
-    a_part = base + _PARTS + warp * 1024 + lane * 4
-    # thread s 8 + p sums a group's results: register (s // 8) 2 + p % 2 of lane 4 (s % 8) + p // 2
-    r_s = tid // 8
-    r_p = tid % 8
-    a_sum = base + _PARTS + ((r_s // 8) * 2 + r_p % 2) * 128 + ((r_s % 8) * 4 + r_p // 2) * 4
+    steps = gl.minimum(S, T - t0).to(gl.int32)
+    b_A = gl.load(A + h)
+    b_prior = gl.load(prior + h)
+    chunk = i_bh * (TP // 16) + i_seg * (S // 16)  # the segment's first block
+    p_x = x + (b * x_b + h * x_h + t0 * x_t)
+    p_beta = beta + (b * beta_b + h * beta_h + t0 * beta_t)
+    p_dy = dy + (b * dy_b + h * dy_h + t0 * dy_t)
+    p_B = B + (b * B_b + (h // HPG) * B_g + t0 * B_t + half * 32)
+    p_C = C + (b * C_b + (h // HPG) * C_g + t0 * C_t + half * 32)
+    p_dt = dt + (b * dt_b + h * dt_h + t0 * dt_t)
+    p_doc = doc + (b * T + t0)
+    before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
+    p_rows = rows + ((i_bh * 4 + half) * TP + t0) * P
+    p_keys = keys + ((i_bh * TP + t0) * N + half * 64)
+    between = n_bh * TP * N
+    p_flows = flows + ((half * n_bh + i_bh) * TP + t0)
+    # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
+    o_key = warp * 16 + c * 4
+    p_starts = starts + (chunk * (P * N) + half * 256)
+    o_start = g * (8 * N) + o_key * 4
+    a_rows = base + ROWS_AT + g * 32
+    a_keys = base + KEYS_AT + warp * 192 + c * 16
+    a_pairs = base + PAIRS_AT + c * 256 + g * 32
+    k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
+    a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
+    a_idle = base + FLOWS_AT + 256 + tid * 4
+    a_flow = base + FLOWS_AT + warp * 4
 
-    chunk = i_bh * (TP // 16) + i_seg * (S // 16)  # the segment's first sub-chunk
-    # addresses as scalars, which take no lane's register
-    p_rows = rows + chunk * (P * 64)
-    p_starts = starts + chunk * (P * N)
-    p_B = B + b * B_b + (h // HPG) * B_g
-    p_C = C + b * C_b + (h // HPG) * C_g
-    o_keys = (i_bh * TP + t0) * N
-
-    # the adjoint E, [32 keys, 8 rows] fragments, of Ibar negated: from the segment's end, nothing
-    for q in range(8):
-        for i in gl.static_range(2):
-            store4(a_E + q * 8192 + i * 512, zeros)
-            store4(a_E + q * 8192 + 4096 + i * 512, zeros)
-    a_copy_starts = base + _STARTS + warp * 512 + lane * 16
-    copy_async(a_copy, p_rows + (n_sub - 1) * (P * 64) + tid * 4)
-    copy_async(a_copy_starts, p_starts + (n_sub - 1) * (P * N) + tid * 4)
-    copy_async(a_copy_starts + 2048, p_starts + (n_sub - 1) * (P * N) + 512 + tid * 4)
-
-    p_d = decays + chunk * 272
-    last = n_sub - 1
-    loaded = _operands(p_B, p_C, p_d + last * 272, (t0 + last * 16).to(gl.int32), T, B_t, C_t, warp, g, c)
-    for i_sub in range(n_sub):
-        j = n_sub - 1 - i_sub
-        B0, B1, C0, C1, within, to_end, from_start, from_start_g, keep = loaded
-        C0 = transpose_operand(C0)
-        C1 = transpose_operand(C1)
-        a_lane = base + _LANES + tid * 16
-        store4(a_lane, (low(C0[0]), high(C0[0]), low(C0[1]), high(C0[1])))
-        store4(a_lane + 2048, (low(C0[2]), high(C0[2]), low(C0[3]), high(C0[3])))
-        store4(a_lane + 4096, (low(C1[0]), high(C1[0]), low(C1[1]), high(C1[1])))
-        store4(a_lane + 6144, (low(C1[2]), high(C1[2]), low(C1[3]), high(C1[3])))
-        BB0 = square4(B0)
-        BB1 = square4(B1)
-        K0 = transpose_operand(B0)
-        K1 = transpose_operand(B1)
-        KK0 = square4(K0)
-        KK1 = square4(K1)
-        late_keys = ((B0[1], BB0[1], B0[3], BB0[3]), (B1[1], BB1[1], B1[3], BB1[3]))
-        d00 = pack(within[0], within[1])
-        d01 = pack(within[2], within[3])
-        d11 = pack(within[4], within[5])
-        in_g0 = pack(from_start_g[0], from_start_g[0])
-        in_g1 = pack(from_start_g[1], from_start_g[1])
-        forward = (transpose(d00), transpose(d01), transpose(d11), in_g0, in_g1)
-        backward = (d00, d01, d11)
-        store4(a_lane + DECAYS, within[0:4])
-        store4(a_lane + LATE_DECAYS, (within[4], within[5], keep, zero))
-        store4(a_lane + START_DECAYS, from_start)
-        store4(a_lane + END_DECAYS, (to_end[0], to_end[1], zero, zero))
-        store4(a_lane + SUMS, zeros)  # sums: from g and from g + 8 to the end, from the start to the end
-
-        dC_sum = (zeros, zeros, zeros, zeros)
-        dB_sum = (zeros, zeros, zeros, zeros)
-        G = (zeros, zeros, zeros, zeros)
-        between = (zero, zero, zero, zero, zero, zero)
-        begun = zeros
-        dprior = zeros
-        for q in range(8):
-            wait_async(zero_int)
-            barrier()
-            turn = q % 2
-            following = gl.maximum(j * 8 + q + 1 - 16 * ((q + 1) // 8), 0)  # the group of rows that comes next
-            copy_async(a_copy + (1 - turn) * 2048, p_rows + following * 512 + tid * 4)
-            copy_async(a_copy_starts + (1 - turn) * 4096, p_starts + following * 1024 + tid * 4)
-            copy_async(a_copy_starts + (1 - turn) * 4096 + 2048, p_starts + following * 1024 + 512 + tid * 4)
-            held = load4(a_lane + LATE_DECAYS)
-            sums = load4(a_lane + SUMS)
-            if q > 0:
-                _sum_rows(a_sum + (1 - turn) * 4096, p_rows + (j * 8 + q - 1) * 512, tid)
-
-            # States at the sub-chunk's start, eight rows, [n, p] and [p, n]
-            a_s = base + _STARTS + turn * 4096 + warp * 512 + lane * 4
-            b_M = (load1_bits(a_s), load1_bits(a_s + 128), load1_bits(a_s + 256), load1_bits(a_s + 384))
-            a_s += 2048
-            b_I = (load1_bits(a_s), load1_bits(a_s + 128), load1_bits(a_s + 256), load1_bits(a_s + 384))
-            MT = (transpose(b_M[0]), transpose(b_M[1]), transpose(b_M[2]), transpose(b_M[3]))
-            IT = (transpose(b_I[0]), transpose(b_I[1]), transpose(b_I[2]), transpose(b_I[3]))
-            IT = (IT[0] ^ SIGNS, IT[1] ^ SIGNS, IT[2] ^ SIGNS, IT[3] ^ SIGNS)
-            M_of = keys_and_starts(K0, K1, b_M)
-            I_of = keys_and_starts(KK0, KK1, b_I)
-            of_M = ((B0[0], MT[0], B0[2], MT[1]), (B1[0], MT[2], B1[2], MT[3]))
-            of_I = ((BB0[0], IT[0], BB0[2], IT[1]), (BB1[0], IT[2], BB1[2], IT[3]))
-            # The adjoint at the sub-chunk's end
-            a_e = a_E + q * 8192
-            E0 = load4(a_e)
-            E1 = load4(a_e + 512)
-            EI0 = load4(a_e + 4096)
-            EI1 = load4(a_e + 4608)
-            e0a = pack(E0[0], E0[1])
-            e0b = pack(E0[2], E0[3])
-            e1a = pack(E1[0], E1[1])
-            e1b = pack(E1[2], E1[3])
-            i0a = pack(EI0[0], EI0[1])
-            i0b = pack(EI0[2], EI0[3])
-            i1a = pack(EI1[0], EI1[1])
-            i1b = pack(EI1[2], EI1[3])
-            decay_out = load4(a_lane + END_DECAYS)
-            va = load4(a_ends + turn * 2048)  # v[g], v[g + 8], -beta[g], -beta[g + 8] of row 2c
-            vb = load4(a_ends + turn * 2048 + 256)  # of row 2c + 1
-            v_end0 = pack(va[0] * decay_out[0], vb[0] * decay_out[0])
-            v_end1 = pack(va[1] * decay_out[1], vb[1] * decay_out[1])
-            u_end0 = pack(va[2] * decay_out[0], vb[2] * decay_out[0])
-            u_end1 = pack(va[3] * decay_out[1], vb[3] * decay_out[1])
-            dB_sum = (
-                mma8(e0a, e0b, v_end0, dB_sum[0]),
-                mma8(e0a, e0b, v_end1, dB_sum[1]),
-                mma8(e1a, e1b, v_end0, dB_sum[2]),
-                mma8(e1a, e1b, v_end1, dB_sum[3]),
-            )
-            G = (
-                mma8(i0a, i0b, u_end0, G[0]),
-                mma8(i0a, i0b, u_end1, G[1]),
-                mma8(i1a, i1b, u_end0, G[2]),
-                mma8(i1a, i1b, u_end1, G[3]),
-            )
-            e0a = transpose(e0a)
-            e0b = transpose(e0b)
-            e1a = transpose(e1a)
-            e1b = transpose(e1b)
-            i0a = transpose(i0a)
-            i0b = transpose(i0b)
-            i1a = transpose(i1a)
-            i1b = transpose(i1b)
-            first_v = over_keys(of_M, e0a, e0b, e1a, e1b, zeros)
-            first_u = over_keys(of_I, i0a, i0b, i1a, i1b, zeros)
-            late_v = over_keys(late_keys, e0a, e0b, e1a, e1b, zeros)
-            late_u = over_keys(late_keys, i0a, i0b, i1a, i1b, zeros)
-            dv = (
-                first_v[0] * decay_out[0],
-                first_v[1] * decay_out[0],
-                late_v[0] * decay_out[1],
-                late_v[1] * decay_out[1],
-            )
-            du = (
-                first_u[0] * decay_out[0],
-                first_u[1] * decay_out[0],
-                late_u[2] * decay_out[1],
-                late_u[3] * decay_out[1],
-            )
-            end0 = sums[0] + ((va[0] * dv[0] + vb[0] * dv[1]) + (va[2] * du[0] + vb[2] * du[1]))
-            end1 = sums[1] + ((va[1] * dv[2] + vb[1] * dv[3]) + (va[3] * du[2] + vb[3] * du[3]))
-            du = scaled(du, -1.0)
-            through = gl.where(
-                g == 2 * c, first_v[2] + first_u[2], gl.where(g == 2 * c + 1, first_v[3] + first_u[3], 0.0)
-            )
-            store4(a_lane + SUMS, (end0, end1, sums[2] + through, zero))
-            E = (scaled(E0, held[2]), scaled(E1, held[2]), scaled(EI0, held[2]), scaled(EI1, held[2]))
-            for r in range(8):
-                a_r = turn * 2048 + r * 256
-                M, I = row_states(r, a_pairs + a_r, a_prior, c, M_of, I_of, forward)
-                dC_sum, dB_sum, G, E, between, begun, dprior, dv, du = row_gradients(
-                    r, M, I, a_rows + a_r, a_dy + a_r, a_lane, g, of_M, of_I, late_keys, backward,
-                    dC_sum, dB_sum, G, E, between, begun, dprior, dv, du,
-                )  # fmt: skip
-
-            store4(a_e, E[0])
-            store4(a_e + 512, E[1])
-            store4(a_e + 4096, E[2])
-            store4(a_e + 4608, E[3])
-            a_p = a_part + turn * 4096
-            store1(a_p, dv[0])
-            store1(a_p + 128, dv[1])
-            store1(a_p + 256, dv[2])
-            store1(a_p + 384, dv[3])
-            store1(a_p + 512, du[0])
-            store1(a_p + 640, du[1])
-            store1(a_p + 768, du[2])
-            store1(a_p + 896, du[3])
-        previous = gl.maximum(j - 1, 0)
-        ts = (t0 + previous * 16).to(gl.int32)
-        loaded = _operands(p_B, p_C, p_d + previous * 272, ts, T, B_t, C_t, warp, g, c)
+    n_blocks = gl.cdiv(steps, 16)
+    zeros = (zero, zero, zero, zero)
+    E = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
+    J = E
+    dprior_sum = zero
+    alpha_after = zero  # of the token after the block
+    start = (n_blocks - 1) * 16
+    _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps)
+    for i_block in range(n_blocks):
+        start = (n_blocks - 1 - i_block) * 16
+        # decays: one token a lane, twice in a warp
+        t = lane % 16
+        o = gl.minimum(start + t, steps - 1)
+        b_dt = gl.where(start + t < steps, gl.load(p_dt + o * dt_t), 0.0)
+        alpha = gl.exp(-b_A * b_dt)
+        if HAS_DOC:
+            alpha = gl.where(gl.load(p_doc + o) == gl.load(p_doc + gl.maximum(o - 1, before)), alpha, 0.0)
+            alpha = gl.where(start + t < steps, alpha, 1.0)
+        kept = gl.where(t == 0, 1.0, alpha)
+        for i in gl.static_range(4):
+            kept = gl.where(t >= 1 << i, kept * from_lane(kept, lane - (1 << i)), kept)
+        total = from_lane(kept, zero_int + 15)
+        first = from_lane(alpha, zero_int)
+        r = reciprocal(kept)
+        dq = gl.where(t == 0, 0.0, b_prior * (r - from_lane(r, lane - 1)))
+        # operands
+        wait_async(zero_int)
+        pair = tid // 16 * 2
+        ones = zero + 1.0
+        raw_x, raw_u = _put_scaled(
+            base, tid, start, steps, b_dt * r, r, shared, r, dq, ones
+        )
+        raw_dy = _unless_past(load4_bits(base + RAW_AT + 4096 + tid * 16), start + pair, steps)
+        _put_rows(base + ROWS_AT + pair * 768 + tid % 16 * 16, raw_dy, ones, ones)
+        _put_pairs(base + PAIRS_AT + tid * 16, raw_x)
+        _put_pairs(base + PAIRS_AT + 2048 + tid * 16, raw_u)
+        _put_keys(base, tid)
         barrier()
-        _sum_rows(a_sum + 4096, p_rows + (j * 8 + 7) * 512, tid)
-        ends = load4(a_lane + LATE_DECAYS)
-        sums = load4(a_lane + SUMS)
-        o_tile = 2 * c * N + warp * 32 + g
-        p_o = dC + o_keys + j * (16 * N) + o_tile
-        _store_keys(p_o, dC_sum[0], dC_sum[1], N)
-        _store_keys(p_o + 16, dC_sum[2], dC_sum[3], N)
-        p_o = dB + o_keys + j * (16 * N) + o_tile
-        dB00 = _with_square(dB_sum[0], K0[0], K0[1], G[0])
-        dB01 = _with_square(dB_sum[1], K0[2], K0[3], G[1])
-        dB10 = _with_square(dB_sum[2], K1[0], K1[1], G[2])
-        dB11 = _with_square(dB_sum[3], K1[2], K1[3], G[3])
-        _store_keys(p_o, dB00, dB01, N)
-        _store_keys(p_o + 16, dB10, dB11, N)
-        p_o = spans + (chunk + j) * 1792 + (warp * 448 + lane)
-        gl.store(p_o + 128, between[4] * ends[0])
-        gl.store(p_o + 160, between[5] * ends[1])
-        gl.store(p_o + 320, sums[0])
-        gl.store(p_o + 352, sums[1])
-        gl.store(p_o + 384, sums[2] * ends[2])
-        ends = load4(a_lane + DECAYS)
-        gl.store(p_o, between[0] * ends[0])
-        gl.store(p_o + 32, between[1] * ends[1])
-        gl.store(p_o + 64, between[2] * ends[2])
-        gl.store(p_o + 96, between[3] * ends[3])
-        ends = load4(a_lane + START_DECAYS)
-        gl.store(p_o + 192, begun[0] * ends[0])
-        gl.store(p_o + 224, begun[1] * ends[1])
-        gl.store(p_o + 256, begun[2] * ends[2])
-        gl.store(p_o + 288, begun[3] * ends[3])
-        gl.store(p_o + 416, -(dprior[0] + dprior[1] + dprior[2] + dprior[3]))
+        p_start = p_starts + (start // 16 * (P * N) + o_start)
+        r_end = from_lane(r, zero_int + 15)
+        M, I, worst = _state(
+            p_start, a_pairs, a_tile, b_dt * r, r, first, b_prior + zero, b_prior * r_end, c
+        )
+        for i in gl.static_range(5):
+            worst = gl.maximum(worst, from_lane(worst, lane ^ (1 << i)))
+        worst = gl.where((total * GROWTH >= 1.0) & (worst <= 0.0), 0.0, 1.0)
+        _leave(base + FLAGS_AT + warp * 4, a_idle, worst, lane)
+        barrier()
+        outgrown = load_scalar(a_flags) + load_scalar(a_flags + 4) + load_scalar(a_flags + 8) + load_scalar(a_flags + 12)
+        each = gl.minimum(outgrown, 1.0).to(gl.int32)
+        alone = zero + outgrown > 0.0
+        # one block of 16 tokens
+        scale = gl.where(alone, 1.0, alpha_after * total)
+        E = _times_all(E, scale)
+        J = _times_all(J, scale)
+        for i_group in range(4 - 4 * each):
+            group = 3 - i_group
+            for i_token in range(4):
+                k = 3 - i_token
+                t_k = group * 4 + k
+                M, I, E, J = _token(
+                    M, I, E, J, a_rows + t_k * 768, a_keys + t_k * 768, base + (SCALARS + 1) * 512 + t_k * 4,
+                    base + k * 14336 + tid * 16, base + SUMS_AT + k * 512 + tid * 4, zero,
+                )  # fmt: skip
+            barrier()
+            dprior_sum = _add_up(
+                base, group, warp, lane, b_prior, p_rows + start * P, p_keys + start * N, between, TP, dprior_sum
+            )
+            barrier()
+        # a block for each token
+        for _ in range(each):
+            after = gl.where(t == 15, alpha_after, from_lane(alpha, lane + 1))
+            _put_scaled(base, tid, start, steps, b_dt, ones, shared, ones, zero, after)
+        barrier()
+        for i_group in range(4 * each):
+            group = 3 - i_group
+            for i_token in range(4):
+                k = 3 - i_token
+                t_k = group * 4 + k
+                later = gl.where(t <= t_k, alpha, 1.0)
+                for i in gl.static_range(4):
+                    later = gl.where(t < 16 - (1 << i), later * from_lane(later, lane + (1 << i)), later)
+                whole = from_lane(later, zero_int)
+                later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
+                later = gl.where(t <= t_k, later, 0.0)
+                M, I, worst = _state(
+                    p_start, a_pairs, a_tile, b_dt * later, later, whole, b_prior + zero, b_prior + zero, c
+                )
+                scale = load1(base + (SCALARS + 2) * 512 + t_k * 4)
+                E = _times_all(E, scale)
+                J = _times_all(J, scale)
+                M, I, E, J = _token(
+                    M, I, E, J, a_rows + t_k * 768, a_keys + t_k * 768, base + (SCALARS + 1) * 512 + t_k * 4,
+                    base + k * 14336 + tid * 16, base + SUMS_AT + k * 512 + tid * 4, zero,
+                )  # fmt: skip
+                flow = _sum_of_warp(_flow(M, I, E, J, b_prior), lane)
+                _leave(a_flow + t_k * 16, a_idle, flow, lane)
+            barrier()
+            dprior_sum = _add_up(
+                base, group, warp, lane, b_prior, p_rows + start * P, p_keys + start * N, between, TP, dprior_sum
+            )
+            barrier()
+        for _ in range(1 - each):
+            flow = _sum_of_warp(_flow(M, I, E, J, b_prior), lane)
+            _leave(a_flow, a_idle, flow, lane)
+        previous = gl.maximum(start - 16, 0)
+        _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
+        barrier()
+        # d log alpha
+        change = zero
+        for i in gl.static_range(4):
+            v = load4(base + CHANGES_AT + t * 128 + (lane // 16 * 4 + i + t) % 8 * 16)
+            change = change + ((v[0] + v[1]) + (v[2] + v[3]))
+        change = change + from_lane(change, lane ^ 16)
+        total = change
+        for i in gl.static_range(4):
+            total = gl.where(t >= 1 << i, total + from_lane(total, lane - (1 << i)), total)
+        v = load4(base + FLOWS_AT + gl.where(alone, t, 0) * 16)
+        flow = (v[0] + v[1]) + (v[2] + v[3])
+        flow = flow + gl.where(alone | (t == 0), 0.0, from_lane(total, lane - 1))
+        gl.store(p_flows + (start + t), flow, mask=tid < 16)
+        alpha_after = first
     wait_async(zero_int)  # no copy lands in shared memory after the program's end
-    p_e = adjoints + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N + 2 * c * N + warp * 32 + g
-    for q in range(8):
-        for k in gl.static_range(2):
-            for i in gl.static_range(2):
-                e = scaled(load4(a_E + q * 8192 + k * 4096 + i * 512), 1.0 - 2.0 * k)
-                p_q = p_e + (q * 8 + k * P) * N + i * 16
-                gl.store(p_q, e[0])
-                gl.store(p_q + N, e[1])
-                gl.store(p_q + 8, e[2])
-                gl.store(p_q + N + 8, e[3])
+    dprior_sum = _sum_of_warp(dprior_sum, lane)
+    p_dprior = dprior + (((half * n_bh + i_bh) * NSEG + i_seg) * 4 + warp)
+    gl.store(p_dprior, -dprior_sum, mask=lane == 0)
+    p_e = adjoints + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + g * 8 * N + o_key)
+    _put_state(p_e, E, alpha_after, N)
+    _put_state(p_e + P * N, J, -alpha_after, N)

@@ -98,9 +98,36 @@ def copy_async(address, pointer):
 
 
 @jit
+def copy_async_word(address, pointer):
+    """One word from global to shared memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.ca.shared.global [$1], [$2], 4; mov.u32 $0, 0;", "=r,r,l", [address, pointer.to(gl.int64)],
+        gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def load_global4(pointer):
+    """Four words from global memory as int32."""
+    return gl.inline_asm_elementwise(
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointer.to(gl.int64)],
+        (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def store_global4(pointer, v):
+    """Four float32 to global memory."""
+    gl.inline_asm_elementwise(
+        "st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,f,f,f,f",
+        [pointer.to(gl.int64), v[0], v[1], v[2], v[3]], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
 def wait_async(zero):
     """Wait for this thread's copies; a barrier must follow before other threads read them."""
-    gl.inline_asm_elementwise("cp.async.wait_group 0; mov.u32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise("cp.async.wait_all; mov.u32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
 
 
 @jit
