@@ -168,6 +168,7 @@ class Machine:
             "load4_bits": lambda address: tuple(self._word(address + i) for i in (0, 4, 8, 12)),
             "load1": lambda address: register(self.shared.read(address)),
             "load1_bits": self._word,
+            "store2_bits": self._store2_bits,
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
             "copy_async_word": self._copy_async_word,
@@ -227,6 +228,11 @@ class Machine:
         assert (address % 16 == 0).all()
         for i, value in enumerate(values):
             self.shared.write(address + 4 * i, value)
+
+    def _store2_bits(self, address, a, b):
+        assert (address % 8 == 0).all()
+        for i, value in enumerate((a, b)):
+            self.shared.write(address + 4 * i, np.ascontiguousarray(value).view(np.float32))
 
     def _copy_async_word(self, address, source: Pointer):
         words = source.flat[torch.from_numpy(np.asarray(source.offset))]

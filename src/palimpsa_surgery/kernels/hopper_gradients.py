@@ -34,6 +34,7 @@ from .hopper_lanes import (
     reciprocal,
     shared_base,
     store1,
+    store2_bits,
     store4,
     store_global4,
     upper,
@@ -47,7 +48,8 @@ GROWTH = gl.constexpr(4096.0)  # I / c over 16 tokens, and 1 / c
 
 # Shared memory, in bytes. Sums of four tokens over a lane's elements [4, 7, 128 threads, 4]: d v and d beta of rows 0 to 3
 # and 4 to 7, dC, and the parts of dB by M and by I; then [4, 128] sums of -Z_I. Operands of 16 tokens: rows
-# [16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in pairs of tokens [2, 8, 64]. What was copied for the
+# [16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in pairs of tokens, as first
+# operands lie [2, 4, 8, 4, 4]. What was copied for the
 # next 16, in the order in which threads take it [5, 128, 4 words]. Parts of what d log alpha changes by [16, 32].
 SUMS_AT = gl.constexpr(57344)
 ROWS_AT = gl.constexpr(59392)
@@ -166,8 +168,6 @@ def _written(a_pairs, a_keys, scale, c):
     `scale` is one for each token, a lane each. Of tile 2 i + u a lane has rows 2 i and 2 i + 1 of its eight and keys 2 u
     and 2 u + 1 of its four.
     """
-    early = (load4_bits(a_pairs), load4_bits(a_pairs + 16))
-    late = (load4_bits(a_pairs + 1024), load4_bits(a_pairs + 1040))
     s0 = from_lane(scale, 2 * c)
     s1 = from_lane(scale, 2 * c + 1)
     s8 = from_lane(scale, 2 * c + 8)
@@ -184,10 +184,7 @@ def _written(a_pairs, a_keys, scale, c):
             ),
         )
     for i in gl.static_range(4):
-        a0 = early[i // 2][i % 2 * 2]
-        a1 = early[i // 2][i % 2 * 2 + 1]
-        a2 = late[i // 2][i % 2 * 2]
-        a3 = late[i // 2][i % 2 * 2 + 1]
+        a0, a1, a2, a3 = load4_bits(a_pairs + 16 * i)
         for u in gl.static_range(2):
             first, second = parts[u]
             tile = mma16(a0, a1, a2, a3, first[2], second[2], (zero, zero, zero, zero))
@@ -205,12 +202,19 @@ def _from_tiles(tiles, j: gl.constexpr):
 
 
 @jit
-def _start(pointer):
-    """A lane's eight rows of four keys, of pairs of bfloat16 [n, 8 rows]."""
-    k0 = load_global4(pointer)
-    k1 = load_global4(pointer + 4)
-    k2 = load_global4(pointer + 8)
-    k3 = load_global4(pointer + 12)
+def _load_start(pointer):
+    """A lane's eight rows of four keys of M, then of Ibar, as they lie: pairs of bfloat16 [2, n, 8 rows]."""
+    keys = ()
+    for i in gl.static_range(4):
+        keys += (load_global4(pointer + 4 * i),)
+    for i in gl.static_range(4):
+        keys += (load_global4(pointer + (512 + 4 * i)),)
+    return keys
+
+
+@jit
+def _rows_of(k0, k1, k2, k3):
+    """Four keys of eight rows as rows."""
     rows = ()
     for i in gl.static_range(4):
         rows += (
@@ -221,17 +225,17 @@ def _start(pointer):
 
 
 @jit
-def _state(p_start, a_pairs, a_keys, v_scale, u_scale, kept, prior, prior_end, c):
+def _state(start, a_pairs, a_keys, v_scale, u_scale, kept, prior, prior_end, c):
     """M and I after a token: `kept` of the start's, plus what was written; how far I has outgrown its start.
 
     `prior` and `prior_end`: of I_prior at the start and now.
     """
-    old = _start(p_start)
+    old = _rows_of(start[0], start[1], start[2], start[3])
     tiles = _written(a_pairs, a_keys, v_scale, c)
     M = ()
     for j in gl.static_range(8):
         M += (_add4(_times4(old[j], kept), _from_tiles(tiles, j)),)
-    old = _start(p_start + 4 * 128)
+    old = _rows_of(start[4], start[5], start[6], start[7])
     tiles = _written(a_pairs + 2048, a_keys + 64, u_scale, c)
     grown = prior_end - prior
     worst = grown * 0.0
@@ -357,15 +361,8 @@ def _put_rows(a, raw, scale0, scale1):
 @jit
 def _put_pairs(a, raw):
     """Two tokens' four rows as pairs of the tokens."""
-    store4(
-        a,
-        (
-            ((raw[0] & 65535) | (raw[2] << 16)).to(gl.float32, bitcast=True),
-            (((raw[0] >> 16) & 65535) | (raw[2] & -65536)).to(gl.float32, bitcast=True),
-            ((raw[1] & 65535) | (raw[3] << 16)).to(gl.float32, bitcast=True),
-            (((raw[1] >> 16) & 65535) | (raw[3] & -65536)).to(gl.float32, bitcast=True),
-        ),
-    )
+    store2_bits(a, (raw[0] & 65535) | (raw[2] << 16), ((raw[0] >> 16) & 65535) | (raw[2] & -65536))
+    store2_bits(a + 16, (raw[1] & 65535) | (raw[3] << 16), ((raw[1] >> 16) & 65535) | (raw[3] & -65536))
 
 
 @jit
@@ -380,7 +377,7 @@ def _unless_past(raw, t, steps):
 
 
 @jit
-def _put_scaled(base, tid, start, steps, v_scale, u_scale, shared, r, dq, scale_E):
+def _put_scaled(base, tid, start, steps, v_scale, u_scale, r, dq, scale_E):
     """v and u of 16 tokens, and scalars, one a lane."""
     a = base + RAW_AT + tid * 16
     pair = tid // 16 * 2
@@ -389,9 +386,10 @@ def _put_scaled(base, tid, start, steps, v_scale, u_scale, shared, r, dq, scale_
     u = _unless_past(load4_bits(a + 2048), start + pair, steps)
     _put_rows(a_rows + 256, x, from_lane(v_scale, pair), from_lane(v_scale, pair + 1))
     _put_rows(a_rows + 512, u, from_lane(u_scale, pair), from_lane(u_scale, pair + 1))
-    shared.index(SCALARS).store(r)
-    shared.index(SCALARS + 1).store(dq)
-    shared.index(SCALARS + 2).store(scale_E)
+    a = base + SCALARS * 512 + tid * 4
+    store1(a, r)
+    store1(a + 512, dq)
+    store1(a + 1024, scale_E)
     return x, u
 
 
@@ -412,6 +410,16 @@ def _put_keys(base, tid):
     _put_eight(a_keys + 64, b)
     store4(a_keys + 128, (low(b[0]) * low(b[0]), high(b[0]) * high(b[0]), low(b[1]) * low(b[1]), high(b[1]) * high(b[1])))
     store4(a_keys + 144, (low(b[2]) * low(b[2]), high(b[2]) * high(b[2]), low(b[3]) * low(b[3]), high(b[3]) * high(b[3])))
+
+
+@jit
+def _step(p_dt, p_doc, dt_t, start, steps, before, t, HAS_DOC: gl.constexpr):
+    """dt of the 16 tokens, one a lane, and whether each goes on with the document of the one before."""
+    o = gl.minimum(start + t, steps - 1)
+    same = t * 0 + 1
+    if HAS_DOC:
+        same = gl.where(gl.load(p_doc + o) == gl.load(p_doc + gl.where(o == start + t, gl.maximum(o - 1, before), o)), 1, 0)
+    return gl.load(p_dt + o * dt_t), same
 
 
 @jit
@@ -445,6 +453,7 @@ def segment_gradients(
     c = lane % 4
     zero_int = tid * 0
     zero = zero_int.to(gl.float32)
+    shared.index(0).store(zero)  # what is not used is not allocated; this waits for all threads
     base = shared_base(zero_int)
     a_flags = shared_base(gl.to_tensor(0)) + FLAGS_AT
     half = gl.program_id(0) % 2
@@ -476,7 +485,7 @@ def segment_gradients(
     o_start = g * (8 * N) + o_key * 4
     a_rows = base + ROWS_AT + g * 32
     a_keys = base + KEYS_AT + warp * 192 + c * 16
-    a_pairs = base + PAIRS_AT + c * 256 + g * 32
+    a_pairs = base + PAIRS_AT + c * 512 + g * 64
     k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
     a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
     a_idle = base + FLOWS_AT + 256 + tid * 4
@@ -490,16 +499,16 @@ def segment_gradients(
     alpha_after = zero  # of the token after the block
     start = (n_blocks - 1) * 16
     _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps)
+    t = lane % 16
+    step, same = _step(p_dt, p_doc, dt_t, start, steps, before, t, HAS_DOC)
+    ahead = _load_start(p_starts + (start // 16 * (P * N) + o_start))
     for i_block in range(n_blocks):
         start = (n_blocks - 1 - i_block) * 16
         # decays: one token a lane, twice in a warp
-        t = lane % 16
-        o = gl.minimum(start + t, steps - 1)
-        b_dt = gl.where(start + t < steps, gl.load(p_dt + o * dt_t), 0.0)
+        b_dt = gl.where(start + t < steps, step, 0.0)
         alpha = gl.exp(-b_A * b_dt)
         if HAS_DOC:
-            alpha = gl.where(gl.load(p_doc + o) == gl.load(p_doc + gl.maximum(o - 1, before)), alpha, 0.0)
-            alpha = gl.where(start + t < steps, alpha, 1.0)
+            alpha = gl.where(same == 0, 0.0, alpha)
         kept = gl.where(t == 0, 1.0, alpha)
         for i in gl.static_range(4):
             kept = gl.where(t >= 1 << i, kept * from_lane(kept, lane - (1 << i)), kept)
@@ -512,18 +521,18 @@ def segment_gradients(
         pair = tid // 16 * 2
         ones = zero + 1.0
         raw_x, raw_u = _put_scaled(
-            base, tid, start, steps, b_dt * r, r, shared, r, dq, ones
+            base, tid, start, steps, b_dt * r, r, r, dq, ones
         )
         raw_dy = _unless_past(load4_bits(base + RAW_AT + 4096 + tid * 16), start + pair, steps)
         _put_rows(base + ROWS_AT + pair * 768 + tid % 16 * 16, raw_dy, ones, ones)
-        _put_pairs(base + PAIRS_AT + tid * 16, raw_x)
-        _put_pairs(base + PAIRS_AT + 2048 + tid * 16, raw_u)
+        a_put = base + PAIRS_AT + tid // 16 % 4 * 512 + tid % 16 * 32 + tid // 64 * 8
+        _put_pairs(a_put, raw_x)
+        _put_pairs(a_put + 2048, raw_u)
         _put_keys(base, tid)
         barrier()
-        p_start = p_starts + (start // 16 * (P * N) + o_start)
         r_end = from_lane(r, zero_int + 15)
         M, I, worst = _state(
-            p_start, a_pairs, a_tile, b_dt * r, r, first, b_prior + zero, b_prior * r_end, c
+            ahead, a_pairs, a_tile, b_dt * r, r, first, b_prior + zero, b_prior * r_end, c
         )
         for i in gl.static_range(5):
             worst = gl.maximum(worst, from_lane(worst, lane ^ (1 << i)))
@@ -554,7 +563,7 @@ def segment_gradients(
         # a block for each token
         for _ in range(each):
             after = gl.where(t == 15, alpha_after, from_lane(alpha, lane + 1))
-            _put_scaled(base, tid, start, steps, b_dt, ones, shared, ones, zero, after)
+            _put_scaled(base, tid, start, steps, b_dt, ones, ones, zero, after)
         barrier()
         for i_group in range(4 * each):
             group = 3 - i_group
@@ -567,17 +576,18 @@ def segment_gradients(
                 whole = from_lane(later, zero_int)
                 later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
                 later = gl.where(t <= t_k, later, 0.0)
-                M, I, worst = _state(
-                    p_start, a_pairs, a_tile, b_dt * later, later, whole, b_prior + zero, b_prior + zero, c
+                begun = _load_start(p_starts + (start // 16 * (P * N) + o_start))
+                M_k, I_k, worst = _state(
+                    begun, a_pairs, a_tile, b_dt * later, later, whole, b_prior + zero, b_prior + zero, c
                 )
                 scale = load1(base + (SCALARS + 2) * 512 + t_k * 4)
                 E = _times_all(E, scale)
                 J = _times_all(J, scale)
-                M, I, E, J = _token(
-                    M, I, E, J, a_rows + t_k * 768, a_keys + t_k * 768, base + (SCALARS + 1) * 512 + t_k * 4,
+                M_k, I_k, E, J = _token(
+                    M_k, I_k, E, J, a_rows + t_k * 768, a_keys + t_k * 768, base + (SCALARS + 1) * 512 + t_k * 4,
                     base + k * 14336 + tid * 16, base + SUMS_AT + k * 512 + tid * 4, zero,
                 )  # fmt: skip
-                flow = _sum_of_warp(_flow(M, I, E, J, b_prior), lane)
+                flow = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
                 _leave(a_flow + t_k * 16, a_idle, flow, lane)
             barrier()
             dprior_sum = _add_up(
@@ -588,6 +598,8 @@ def segment_gradients(
             flow = _sum_of_warp(_flow(M, I, E, J, b_prior), lane)
             _leave(a_flow, a_idle, flow, lane)
         previous = gl.maximum(start - 16, 0)
+        ahead = _load_start(p_starts + (previous // 16 * (P * N) + o_start))
+        step, same = _step(p_dt, p_doc, dt_t, previous, steps, before, t, HAS_DOC)
         _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
         barrier()
         # d log alpha

@@ -81,6 +81,14 @@ def store4(address, v):
 
 
 @jit
+def store2_bits(address, a, b):
+    """Two words to shared memory."""
+    gl.inline_asm_elementwise(
+        "st.shared.v2.b32 [$1], {$2, $3}; mov.u32 $0, 0;", "=r,r,r,r", [address, a, b], gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
 def store1(address, v):
     """A float32 word to shared memory."""
     gl.inline_asm_elementwise(
