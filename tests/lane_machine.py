@@ -99,6 +99,17 @@ class SharedMemory:
     def barrier(self):
         self.writer = np.full(self.words.size, -1)
         self.first_reader, self.last_reader = self.writer + self.thread.size + 1, self.writer.copy()
+        self.writer_warp, self.reader_warp = self.writer.copy(), self.writer.copy()
+
+    def warp_barrier(self):
+        """The threads of each warp wait for each other: what they did before is their warp's, or several warps' (-2)."""
+        written, read = self.writer >= 0, self.last_reader >= 0
+        self.writer_warp = np.where(written, self.writer // 32, self.writer_warp)
+        warp = np.where(self.first_reader // 32 == self.last_reader // 32, self.last_reader // 32, -2)
+        several = (self.reader_warp != -1) & (self.reader_warp != warp)
+        self.reader_warp = np.where(read, np.where(several, -2, warp), self.reader_warp)
+        self.writer[:] = self.last_reader[:] = -1
+        self.first_reader[:] = self.thread.size
 
     def wait(self):
         """Each thread waits for its own copies."""
@@ -118,6 +129,8 @@ class SharedMemory:
         for reader in (self.first_reader[place], self.last_reader[place]):
             unread = (reader < 0) | (reader == self.thread.size)
             assert (unread | (reader == self.thread)).all(), "a word is written that another thread may not have read"
+        warp = self.reader_warp[place]
+        assert ((warp == -1) | (warp == self.thread // 32)).all(), "a word is written that another warp may not have read"
         (self.copying if copy else self.writer)[place] = self.thread
         self.words[place] = values
 
@@ -126,7 +139,8 @@ class SharedMemory:
         place = np.broadcast_to(address // 4, self.thread.shape)
         assert (place >= 0).all()
         writer = self.writer[place]
-        return place, (self.copying[place] < 0) & ((writer < 0) | (writer == self.thread))
+        by_warp = (self.writer_warp[place] < 0) | (self.writer_warp[place] == self.thread // 32)
+        return place, (self.copying[place] < 0) & ((writer < 0) | (writer == self.thread)) & by_warp
 
 
 class Machine:
@@ -174,6 +188,8 @@ class Machine:
             "copy_async_word": self._copy_async_word,
             "load_global4": lambda address: tuple(load(address + i) for i in range(4)),
             "store_global4": self._store_global4,
+            "store_global4_if": self._store_global4,
+            "warp_barrier": lambda: self.shared.warp_barrier(),
             "wait_async": lambda zero: self.shared.wait(),
             "reciprocal": lambda x: register(np.float32(1) / x),
             "pack": pack,
@@ -238,10 +254,10 @@ class Machine:
         words = source.flat[torch.from_numpy(np.asarray(source.offset))]
         self.shared.write(address, words.numpy().view(np.float32), copy=True)
 
-    def _store_global4(self, address: Pointer, values):
+    def _store_global4(self, address: Pointer, values, mask=None):
         assert (np.asarray(address.offset) % 4 == 0).all()
         for i, value in enumerate(values):
-            self._store(address + i, value)
+            self._store(address + i, value, mask)
 
     @staticmethod
     def _times(a, b):

@@ -37,8 +37,10 @@ from .hopper_lanes import (
     store2_bits,
     store4,
     store_global4,
+    store_global4_if,
     upper,
     wait_async,
+    warp_barrier,
 )
 
 HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
@@ -46,21 +48,22 @@ NUM_WARPS = 4  # of 16 keys each
 HALVES = 2  # programs for all keys
 GROWTH = gl.constexpr(4096.0)  # I / c over 16 tokens, and 1 / c
 
-# Shared memory, in bytes. Sums of four tokens over a lane's elements [4, 7, 128 threads, 4]: d v and d beta of rows 0 to 3
-# and 4 to 7, dC, and the parts of dB by M and by I; then [4, 128] sums of -Z_I. Operands of 16 tokens: rows
-# [16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in pairs of tokens, as first
-# operands lie [2, 4, 8, 4, 4]. What was copied for the
-# next 16, in the order in which threads take it [5, 128, 4 words]. Parts of what d log alpha changes by [16, 32].
-SUMS_AT = gl.constexpr(57344)
-ROWS_AT = gl.constexpr(59392)
-KEYS_AT = gl.constexpr(71680)
-PAIRS_AT = gl.constexpr(83968)
-RAW_AT = gl.constexpr(88064)
-CHANGES_AT = gl.constexpr(98304)
-FLOWS_AT = gl.constexpr(100352)  # [16, 4 warps], and a word for each thread that has nothing to say
-FLAGS_AT = gl.constexpr(101376)  # [4 warps]
-SCALARS = gl.constexpr(199)  # rows of 128 words: 1 / c, dq, and what scales adjoints before each token
-WORDS = gl.constexpr(202)
+# Shared memory, in bytes. A token's sums over a lane's elements [4 warps, 6, 32 lanes, 4]: d v and d beta of rows 0 to 3
+# and 4 to 7, dC and dB. Sums over a warp's keys of the first four [17 tokens, 4 warps, 32, 4], and of -Z_I over a lane's
+# elements [16, 128]. Operands of 16 tokens: rows [16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in
+# pairs of tokens, as first operands lie [2, 4, 8, 4, 4]. What was copied for the next 16, in the order in which threads
+# take it [5, 128, 4 words]. Parts of what d log alpha changes by [16, 32].
+ROW_SUMS_AT = gl.constexpr(12288)
+PRIORS_AT = gl.constexpr(47104)
+ROWS_AT = gl.constexpr(55296)
+KEYS_AT = gl.constexpr(67584)
+PAIRS_AT = gl.constexpr(79872)
+RAW_AT = gl.constexpr(83968)
+CHANGES_AT = gl.constexpr(94208)
+FLOWS_AT = gl.constexpr(96256)  # [16, 4 warps], and a word for each thread that has nothing to say
+FLAGS_AT = gl.constexpr(97024)  # [4 warps]
+SCALARS = gl.constexpr(190)  # rows of 128 words: 1 / c, dq, and what scales adjoints before each token
+WORDS = gl.constexpr(193)
 
 
 @jit
@@ -91,44 +94,6 @@ def _row(M, I, E, J, C, B, S, dy, v, u, dq, sums):
 
 
 @jit
-def _token(M, I, E, J, a_rows, a_keys, a_dq, a_out, a_sum, zero):
-    """One token, from its operands at the lane's addresses; its sums go to `a_out` and `a_sum`."""
-    C = load4(a_keys)
-    B = load4(a_keys + 64)
-    S = load4(a_keys + 128)
-    dq = load1(a_dq)
-    zeros = (zero, zero, zero, zero)
-    sums = (zeros, zeros, zeros, zero)
-    M_new = ()
-    I_new = ()
-    E_new = ()
-    J_new = ()
-    for half in gl.static_range(2):
-        dy = load4(a_rows + half * 16)
-        v = load4(a_rows + 256 + half * 16)
-        u = load4(a_rows + 512 + half * 16)
-        dv = ()
-        du = ()
-        for i in gl.static_range(4):
-            M_j, I_j, E_j, J_j, sums, dv_j, du_j = _row(
-                M[4 * half + i], I[4 * half + i], E[4 * half + i], J[4 * half + i], C, B, S, dy[i], v[i], u[i], dq, sums
-            )
-            M_new += (M_j,)
-            I_new += (I_j,)
-            E_new += (E_j,)
-            J_new += (J_j,)
-            dv += (dv_j,)
-            du += (du_j,)
-        store4(a_out + half * 2048, dv)
-        store4(a_out + 4096 + half * 2048, du)
-    store4(a_out + 8192, sums[0])
-    store4(a_out + 10240, sums[1])
-    store4(a_out + 12288, sums[2])
-    store1(a_sum, sums[3])
-    return M_new, I_new, E_new, J_new
-
-
-@jit
 def _add4(a, b):
     return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
 
@@ -136,6 +101,104 @@ def _add4(a, b):
 @jit
 def _times4(a, factor):
     return (a[0] * factor, a[1] * factor, a[2] * factor, a[3] * factor)
+
+
+@jit
+def _row_sums(a_sums, a_row_sums, lane):
+    """A token's d v and d beta over the warp's keys: four rows a lane."""
+    a = a_sums + lane // 8 * 512 + lane % 8 * 64
+    turn = lane % 8 // 2
+    total = load4(a + turn * 16)
+    for i in gl.static_range(1, 4):
+        total = _add4(total, load4(a + (i + turn) % 4 * 16))
+    store4(a_row_sums, total)
+
+
+@jit
+def _key_sums(a_sums, pointer, present, lane):
+    """A token's dC or dB over all rows: four keys a lane."""
+    q = lane // 4 % 2
+    a = a_sums + 2048 + q * 512 + lane // 8 % 2 * 256 + lane % 4 * 16
+    total = load4(a + q * 64)
+    for i in gl.static_range(1, 4):
+        total = _add4(total, load4(a + (i + q) % 4 * 64))
+    other = lane ^ 8
+    total = (
+        total[0] + from_lane(total[0], other),
+        total[1] + from_lane(total[1], other),
+        total[2] + from_lane(total[2], other),
+        total[3] + from_lane(total[3], other),
+    )
+    store_global4_if(pointer, total, present)
+
+
+@jit
+def _half(M, I, E, J, C, B, S, dq, sums, a_rows, half: gl.constexpr):
+    """Rows 0 to 3 or 4 to 7 of a lane's eight."""
+    dy = load4(a_rows + half * 16)
+    v = load4(a_rows + 256 + half * 16)
+    u = load4(a_rows + 512 + half * 16)
+    M_new = ()
+    I_new = ()
+    E_new = ()
+    J_new = ()
+    dv = ()
+    du = ()
+    for i in gl.static_range(4):
+        M_j, I_j, E_j, J_j, sums, dv_j, du_j = _row(
+            M[4 * half + i], I[4 * half + i], E[4 * half + i], J[4 * half + i], C, B, S, dy[i], v[i], u[i], dq, sums
+        )
+        M_new += (M_j,)
+        I_new += (I_j,)
+        E_new += (E_j,)
+        J_new += (J_j,)
+        dv += (dv_j,)
+        du += (du_j,)
+    return M_new, I_new, E_new, J_new, sums, dv, du
+
+
+@jit
+def _token(M, I, E, J, t, base, a_rows, a_keys, p_keys, warp, lane, zero):
+    """Token t. While it is worked on, what lanes left of token t + 1 is summed over the warp."""
+    warp_barrier()
+    a_sums = base + warp * 3072
+    C = load4(a_keys + t * 768)
+    B = load4(a_keys + t * 768 + 64)
+    S = load4(a_keys + t * 768 + 128)
+    dq = load1(base + (SCALARS + 1) * 512 + t * 4)
+    zeros = (zero, zero, zero, zero)
+    sums = (zeros, zeros, zeros, zero)
+    _row_sums(a_sums, base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, lane)
+    M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, a_rows + t * 768, 0)
+    _key_sums(a_sums, p_keys + (t + 1) * 128, lane * 0 + t < 15, lane)
+    warp_barrier()
+    a_out = a_sums + lane * 16
+    store4(a_out, dv)
+    store4(a_out + 1024, du)
+    M1, I1, E1, J1, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, a_rows + t * 768, 1)
+    store4(a_out + 512, dv)
+    store4(a_out + 1536, du)
+    dC, dB, G, z = sums
+    store4(a_out + 2048, dC)
+    # G is that of -E_I
+    dB = (
+        dB[0] - (B[0] + B[0]) * G[0],
+        dB[1] - (B[1] + B[1]) * G[1],
+        dB[2] - (B[2] + B[2]) * G[2],
+        dB[3] - (B[3] + B[3]) * G[3],
+    )
+    store4(a_out + 2560, dB)
+    store1(base + PRIORS_AT + t * 512 + warp * 128 + lane * 4, z)
+    return M0 + M1, I0 + I1, E0 + E1, J0 + J1
+
+
+@jit
+def _last_token(base, p_keys, warp, lane):
+    """What is left of token 0."""
+    warp_barrier()
+    a_sums = base + warp * 3072
+    _row_sums(a_sums, base + ROW_SUMS_AT + warp * 512 + lane * 16, lane)
+    _key_sums(a_sums, p_keys, lane * 0 == 0, lane)
 
 
 @jit
@@ -276,47 +339,25 @@ def _leave(a_word, a_own, v, lane):
 
 
 @jit
-def _add_up(base, group, warp, lane, prior, p_rows, p_keys, between, TP, dprior):
-    """Sums over lanes of four tokens, each by one warp, to where they go; returns dprior with their -Z_I."""
-    N: gl.constexpr = 128
-    t = group * 4 + warp
-    a = base + warp * 14336
+def _add_up(base, warp, lane, prior, p_rows, TP, dprior):
+    """Sums over warps, of four tokens by each: d v and d beta to where they go; returns dprior with -Z_I."""
     s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
     g = lane % 8
-    a_s = a + s * 2048 + g * 64
-    total = load4(a_s + (g // 2) * 16)
-    for i in gl.static_range(1, 16):
-        total = _add4(total, load4(a_s + i // 4 * 512 + (i + g // 2) % 4 * 16))
-    total = _times4(total, gl.where(s < 2, 1.0, -1.0))
-    operand = load4(base + (ROWS_AT + 256) + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
-    r = load1(base + SCALARS * 512 + t * 4)
-    z = load4(base + SUMS_AT + warp * 512 + lane * 16)
-    z = r * ((z[0] + z[1]) + (z[2] + z[3]))
-    change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
-    store1(base + CHANGES_AT + t * 128 + lane * 4, change - prior * z)
-    store_global4(p_rows + (s // 2 * 2 * TP + t) * 64 + g * 8 + s % 2 * 4, _times4(total, r))
-    # dC or dB by M, and half of the part by I
-    c = lane % 4
-    q = lane // 4 % 2
-    w = lane // 8
-    a_k = a + 8192 + w * 512 + c * 16
-    total = load4(a_k + q * 2048 + q * 64)
-    for i in gl.static_range(1, 8):
-        total = _add4(total, load4(a_k + q * 2048 + (i + q) % 8 * 64))
-    part = load4(a_k + 4096 + q * 320)
-    for i in gl.static_range(1, 4):
-        part = _add4(part, load4(a_k + 4096 + q * 256 + (i + q) % 4 * 64))
-    B = load4(base + (KEYS_AT + 64) + t * 768 + w * 192 + c * 16)
-    other = lane ^ 4
-    factor = gl.where(q == 0, 0.0, -2.0)
-    total = (
-        total[0] + factor * B[0] * (part[0] + from_lane(part[0], other)),
-        total[1] + factor * B[1] * (part[1] + from_lane(part[1], other)),
-        total[2] + factor * B[2] * (part[2] + from_lane(part[2], other)),
-        total[3] + factor * B[3] * (part[3] + from_lane(part[3], other)),
-    )
-    store_global4(p_keys + (gl.where(q == 0, between, 0) + (t * N + w * 16 + c * 4)), total)
-    return dprior + z
+    sign = gl.where(s < 2, 1.0, -1.0)
+    for i in gl.static_range(4):
+        t = 4 * i + warp
+        a = base + ROW_SUMS_AT + t * 2048 + lane * 16
+        total = _add4(_add4(load4(a), load4(a + 512)), _add4(load4(a + 1024), load4(a + 1536)))
+        total = _times4(total, sign)
+        operand = load4(base + (ROWS_AT + 256) + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
+        r = load1(base + SCALARS * 512 + t * 4)
+        z = load4(base + PRIORS_AT + t * 512 + lane * 16)
+        z = r * ((z[0] + z[1]) + (z[2] + z[3]))
+        change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
+        store1(base + CHANGES_AT + t * 128 + lane * 4, change - prior * z)
+        store_global4(p_rows + ((s // 2 * 2 * TP + t) * 64 + g * 8 + s % 2 * 4), _times4(total, r))
+        dprior = dprior + z
+    return dprior
 
 
 @jit
@@ -477,10 +518,10 @@ def segment_gradients(
     before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
     p_rows = rows + ((i_bh * 4 + half) * TP + t0) * P
     p_keys = keys + ((i_bh * TP + t0) * N + half * 64)
-    between = n_bh * TP * N
     p_flows = flows + ((half * n_bh + i_bh) * TP + t0)
     # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     o_key = warp * 16 + c * 4
+    p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * N, 0) + o_key)  # dC or dB
     p_starts = starts + (chunk * (P * N) + half * 256)
     o_start = g * (8 * N) + o_key * 4
     a_rows = base + ROWS_AT + g * 32
@@ -546,57 +587,41 @@ def segment_gradients(
         scale = gl.where(alone, 1.0, alpha_after * total)
         E = _times_all(E, scale)
         J = _times_all(J, scale)
-        for i_group in range(4 - 4 * each):
-            group = 3 - i_group
-            for i_token in range(4):
-                k = 3 - i_token
-                t_k = group * 4 + k
-                M, I, E, J = _token(
-                    M, I, E, J, a_rows + t_k * 768, a_keys + t_k * 768, base + (SCALARS + 1) * 512 + t_k * 4,
-                    base + k * 14336 + tid * 16, base + SUMS_AT + k * 512 + tid * 4, zero,
-                )  # fmt: skip
-            barrier()
-            dprior_sum = _add_up(
-                base, group, warp, lane, b_prior, p_rows + start * P, p_keys + start * N, between, TP, dprior_sum
+        for i_token in range(16 - 16 * each):
+            M, I, E, J = _token(
+                M, I, E, J, 15 - i_token, base, a_rows, a_keys, p_outs + start * N, warp, lane, zero
             )
-            barrier()
+        for _ in range(1 - each):
+            flow = _sum_of_warp(_flow(M, I, E, J, b_prior), lane)
+            _leave(a_flow, a_idle, flow, lane)
         # a block for each token
         for _ in range(each):
             after = gl.where(t == 15, alpha_after, from_lane(alpha, lane + 1))
             _put_scaled(base, tid, start, steps, b_dt, ones, ones, zero, after)
-        barrier()
-        for i_group in range(4 * each):
-            group = 3 - i_group
-            for i_token in range(4):
-                k = 3 - i_token
-                t_k = group * 4 + k
-                later = gl.where(t <= t_k, alpha, 1.0)
-                for i in gl.static_range(4):
-                    later = gl.where(t < 16 - (1 << i), later * from_lane(later, lane + (1 << i)), later)
-                whole = from_lane(later, zero_int)
-                later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
-                later = gl.where(t <= t_k, later, 0.0)
-                begun = _load_start(p_starts + (start // 16 * (P * N) + o_start))
-                M_k, I_k, worst = _state(
-                    begun, a_pairs, a_tile, b_dt * later, later, whole, b_prior + zero, b_prior + zero, c
-                )
-                scale = load1(base + (SCALARS + 2) * 512 + t_k * 4)
-                E = _times_all(E, scale)
-                J = _times_all(J, scale)
-                M_k, I_k, E, J = _token(
-                    M_k, I_k, E, J, a_rows + t_k * 768, a_keys + t_k * 768, base + (SCALARS + 1) * 512 + t_k * 4,
-                    base + k * 14336 + tid * 16, base + SUMS_AT + k * 512 + tid * 4, zero,
-                )  # fmt: skip
-                flow = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
-                _leave(a_flow + t_k * 16, a_idle, flow, lane)
             barrier()
-            dprior_sum = _add_up(
-                base, group, warp, lane, b_prior, p_rows + start * P, p_keys + start * N, between, TP, dprior_sum
+        for i_token in range(16 * each):
+            t_k = 15 - i_token
+            later = gl.where(t <= t_k, alpha, 1.0)
+            for i in gl.static_range(4):
+                later = gl.where(t < 16 - (1 << i), later * from_lane(later, lane + (1 << i)), later)
+            whole = from_lane(later, zero_int)
+            later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
+            later = gl.where(t <= t_k, later, 0.0)
+            begun = _load_start(p_starts + (start // 16 * (P * N) + o_start))
+            M_k, I_k, worst = _state(
+                begun, a_pairs, a_tile, b_dt * later, later, whole, b_prior + zero, b_prior + zero, c
             )
-            barrier()
-        for _ in range(1 - each):
-            flow = _sum_of_warp(_flow(M, I, E, J, b_prior), lane)
-            _leave(a_flow, a_idle, flow, lane)
+            scale = load1(base + (SCALARS + 2) * 512 + t_k * 4)
+            E = _times_all(E, scale)
+            J = _times_all(J, scale)
+            M_k, I_k, E, J = _token(
+                M_k, I_k, E, J, t_k, base, a_rows, a_keys, p_outs + start * N, warp, lane, zero
+            )
+            flow = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
+            _leave(a_flow + t_k * 16, a_idle, flow, lane)
+        _last_token(base, p_outs + start * N, warp, lane)
+        barrier()
+        dprior_sum = _add_up(base, warp, lane, b_prior, p_rows + start * P, TP, dprior_sum)
         previous = gl.maximum(start - 16, 0)
         ahead = _load_start(p_starts + (previous // 16 * (P * N) + o_start))
         step, same = _step(p_dt, p_doc, dt_t, previous, steps, before, t, HAS_DOC)

@@ -133,6 +133,24 @@ def store_global4(pointer, v):
 
 
 @jit
+def store_global4_if(pointer, v, condition):
+    """`store_global4` by the threads for which the condition holds."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
+        "=r,l,f,f,f,f,r", [pointer.to(gl.int64), v[0], v[1], v[2], v[3], condition.to(gl.int32)], gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def warp_barrier():
+    """What lanes of a warp have written is there for the others, and what they have read may be written."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
 def wait_async(zero):
     """Wait for this thread's copies; a barrier must follow before other threads read them."""
     gl.inline_asm_elementwise("cp.async.wait_all; mov.u32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
