@@ -182,6 +182,8 @@ class Machine:
             "load4_bits": lambda address: tuple(self._word(address + i) for i in (0, 4, 8, 12)),
             "load1": lambda address: register(self.shared.read(address)),
             "load1_bits": self._word,
+            "any_of_block": self._any_of_block,
+            "prefetch": lambda address: None,
             "store2_bits": self._store2_bits,
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
@@ -244,6 +246,11 @@ class Machine:
         assert (address % 16 == 0).all()
         for i, value in enumerate(values):
             self.shared.write(address + 4 * i, value)
+
+    def _any_of_block(self, address):
+        found = self.shared.read(address + 4 * np.arange(self.threads)) > 0
+        self.shared.barrier()
+        return register(np.int32(found.any()))
 
     def _store2_bits(self, address, a, b):
         assert (address % 8 == 0).all()

@@ -17,6 +17,7 @@ token to the next it changes by v · dv + u · dbeta, less what the prior receiv
 """
 
 from .hopper_lanes import (
+    any_of_block,
     barrier,
     beyond,
     copy_async_word,
@@ -28,9 +29,9 @@ from .hopper_lanes import (
     load4,
     load4_bits,
     load_global4,
-    load_scalar,
     low,
     mma16,
+    prefetch,
     reciprocal,
     shared_base,
     store1,
@@ -60,10 +61,12 @@ KEYS_AT = gl.constexpr(67584)
 PAIRS_AT = gl.constexpr(79872)
 RAW_AT = gl.constexpr(83968)
 CHANGES_AT = gl.constexpr(94208)
-FLOWS_AT = gl.constexpr(96256)  # [16, 4 warps], and a word for each thread that has nothing to say
-FLAGS_AT = gl.constexpr(97024)  # [4 warps]
-SCALARS = gl.constexpr(190)  # rows of 128 words: 1 / c, dq, and what scales adjoints before each token
-WORDS = gl.constexpr(193)
+FLOWS_AT = gl.constexpr(96256)  # [16, 4 warps]
+IDLE_AT = gl.constexpr(96512)  # a word for each thread that has nothing to say
+# Of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
+SCALES_AT = gl.constexpr(97024)
+WORDS = gl.constexpr(200)  # rows of 128 words
+MOST_TOKENS = 256
 
 
 @jit
@@ -158,14 +161,14 @@ def _half(M, I, E, J, C, B, S, dq, sums, a_rows, half: gl.constexpr):
 
 
 @jit
-def _token(M, I, E, J, t, base, a_rows, a_keys, p_keys, warp, lane, zero):
+def _token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, zero):
     """Token t. While it is worked on, what lanes left of token t + 1 is summed over the warp."""
     warp_barrier()
     a_sums = base + warp * 3072
     C = load4(a_keys + t * 768)
     B = load4(a_keys + t * 768 + 64)
     S = load4(a_keys + t * 768 + 128)
-    dq = load1(base + (SCALARS + 1) * 512 + t * 4)
+    dq = load1(a_scales + 2048 + t * 4)
     zeros = (zero, zero, zero, zero)
     sums = (zeros, zeros, zeros, zero)
     _row_sums(a_sums, base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, lane)
@@ -225,17 +228,14 @@ def _three_parts(a, b):
 
 
 @jit
-def _written(a_pairs, a_keys, scale, c):
+def _written(a_pairs, a_keys, scales):
     """What 16 tokens write, scaled: eight tiles of 16 rows x 8 keys, as products of pairs of tokens with three parts.
 
-    `scale` is one for each token, a lane each. Of tile 2 i + u a lane has rows 2 i and 2 i + 1 of its eight and keys 2 u
+    `scales` of tokens 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. Of tile 2 i + u a lane has rows 2 i and 2 i + 1 of its eight and keys 2 u
     and 2 u + 1 of its four.
     """
-    s0 = from_lane(scale, 2 * c)
-    s1 = from_lane(scale, 2 * c + 1)
-    s8 = from_lane(scale, 2 * c + 8)
-    s9 = from_lane(scale, 2 * c + 9)
-    zero = s0 * 0.0
+    s0, s1, s8, s9 = scales
+    zero = (a_keys * 0).to(gl.float32)
     tiles = ()
     parts = ()
     for u in gl.static_range(2):
@@ -288,41 +288,47 @@ def _rows_of(k0, k1, k2, k3):
 
 
 @jit
-def _state(start, a_pairs, a_keys, v_scale, u_scale, kept, prior, prior_end, c):
+def _state(start, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
     """M and I after a token: `kept` of the start's, plus what was written; how far I has outgrown its start.
 
     `prior` and `prior_end`: of I_prior at the start and now.
     """
     old = _rows_of(start[0], start[1], start[2], start[3])
-    tiles = _written(a_pairs, a_keys, v_scale, c)
+    tiles = _written(a_pairs, a_keys, v_scales)
     M = ()
     for j in gl.static_range(8):
         M += (_add4(_times4(old[j], kept), _from_tiles(tiles, j)),)
     old = _rows_of(start[4], start[5], start[6], start[7])
-    tiles = _written(a_pairs + 2048, a_keys + 64, u_scale, c)
+    tiles = _written(a_pairs + 2048, a_keys + 64, u_scales)
     grown = prior_end - prior
-    worst = grown * 0.0
+    zero = grown * 0.0
+    worst = (zero, zero, zero, zero)
     I = ()
     for j in gl.static_range(8):
         new = _from_tiles(tiles, j)
         row = ()
+        still = ()
         for k in gl.static_range(4):
             before = old[j][k] * kept + prior
             added = new[k] + grown
-            worst = gl.maximum(worst, added - GROWTH * before)
+            still += (gl.maximum(worst[k], added - GROWTH * before),)
             row += (before + added,)
+        worst = still
         I += (row,)
-    return M, I, worst
+    return M, I, gl.maximum(gl.maximum(worst[0], worst[1]), gl.maximum(worst[2], worst[3]))
 
 
 @jit
 def _flow(M, I, E, J, prior):
     """What flows through a block's first token: E · alpha M + E_I · alpha Ibar, of a lane's elements."""
-    flow = prior * 0.0
+    zero = prior * 0.0
+    flow = (zero, zero, zero, zero)
     for j in gl.static_range(8):
+        more = ()
         for k in gl.static_range(4):
-            flow = flow + M[j][k] * E[j][k] - (I[j][k] - prior) * J[j][k]
-    return flow
+            more += (flow[k] + M[j][k] * E[j][k] - (I[j][k] - prior) * J[j][k],)
+        flow = more
+    return (flow[0] + flow[1]) + (flow[2] + flow[3])
 
 
 @jit
@@ -339,7 +345,7 @@ def _leave(a_word, a_own, v, lane):
 
 
 @jit
-def _add_up(base, warp, lane, prior, p_rows, TP, dprior):
+def _add_up(base, a_scales, warp, lane, prior, p_rows, TP, dprior):
     """Sums over warps, of four tokens by each: d v and d beta to where they go; returns dprior with -Z_I."""
     s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
     g = lane % 8
@@ -350,7 +356,7 @@ def _add_up(base, warp, lane, prior, p_rows, TP, dprior):
         total = _add4(_add4(load4(a), load4(a + 512)), _add4(load4(a + 1024), load4(a + 1536)))
         total = _times4(total, sign)
         operand = load4(base + (ROWS_AT + 256) + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
-        r = load1(base + SCALARS * 512 + t * 4)
+        r = load1(a_scales + 1024 + t * 4)
         z = load4(base + PRIORS_AT + t * 512 + lane * 16)
         z = r * ((z[0] + z[1]) + (z[2] + z[3]))
         change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
@@ -418,19 +424,16 @@ def _unless_past(raw, t, steps):
 
 
 @jit
-def _put_scaled(base, tid, start, steps, v_scale, u_scale, r, dq, scale_E):
-    """v and u of 16 tokens, and scalars, one a lane."""
+def _put_scaled(base, a_scales, tid, left):
+    """v and u of 16 tokens, of which the first `left` are the sequence's; returns x and beta as they were copied."""
     a = base + RAW_AT + tid * 16
     pair = tid // 16 * 2
     a_rows = base + ROWS_AT + pair * 768 + tid % 16 * 16
-    x = _unless_past(load4_bits(a), start + pair, steps)
-    u = _unless_past(load4_bits(a + 2048), start + pair, steps)
-    _put_rows(a_rows + 256, x, from_lane(v_scale, pair), from_lane(v_scale, pair + 1))
-    _put_rows(a_rows + 512, u, from_lane(u_scale, pair), from_lane(u_scale, pair + 1))
-    a = base + SCALARS * 512 + tid * 4
-    store1(a, r)
-    store1(a + 512, dq)
-    store1(a + 1024, scale_E)
+    a_pair = a_scales + pair * 4
+    x = _unless_past(load4_bits(a), pair, left)
+    u = _unless_past(load4_bits(a + 2048), pair, left)
+    _put_rows(a_rows + 256, x, load1(a_pair), load1(a_pair + 4))
+    _put_rows(a_rows + 512, u, load1(a_pair + 1024), load1(a_pair + 1028))
     return x, u
 
 
@@ -454,13 +457,54 @@ def _put_keys(base, tid):
 
 
 @jit
-def _step(p_dt, p_doc, dt_t, start, steps, before, t, HAS_DOC: gl.constexpr):
-    """dt of the 16 tokens, one a lane, and whether each goes on with the document of the one before."""
-    o = gl.minimum(start + t, steps - 1)
-    same = t * 0 + 1
-    if HAS_DOC:
-        same = gl.where(gl.load(p_doc + o) == gl.load(p_doc + gl.where(o == start + t, gl.maximum(o - 1, before), o)), 1, 0)
-    return gl.load(p_dt + o * dt_t), same
+def _put_scales(base, p_dt, p_doc, dt_t, A, prior, steps, before, tid, n_tokens, HAS_DOC: gl.constexpr):
+    """What only dt decides, of all the segment's tokens: one a thread, and 16 threads a block."""
+    lane = tid % 32
+    t = tid % 16
+    for i in range(gl.cdiv(n_tokens, 128)):
+        token = i * 128 + tid
+        o = gl.minimum(token, steps - 1)
+        dt = gl.where(token < steps, gl.load(p_dt + o * dt_t), 0.0)
+        alpha = gl.exp(-A * dt)
+        if HAS_DOC:
+            goes_on = gl.load(p_doc + o) == gl.load(p_doc + gl.maximum(o - 1, before))
+            alpha = gl.where(goes_on | (token >= steps), alpha, 0.0)
+        kept = gl.where(t == 0, 1.0, alpha)
+        for k in gl.static_range(4):
+            kept = gl.where(t >= 1 << k, kept * from_lane(kept, lane - (1 << k)), kept)
+        r = reciprocal(kept)
+        a = base + SCALES_AT + token * 4
+        store1(a, dt * r)
+        store1(a + 1024, r)
+        store1(a + 2048, gl.where(t == 0, 0.0, prior * (r - from_lane(r, lane - 1))))
+        store1(a + 3072, alpha)
+        store1(a + 4096, dt)
+
+
+@jit
+def _put_unscaled(base, a_scales, tid):
+    """The block's scales where each token is a block of its own."""
+    t = tid % 16
+    dt = load1(a_scales + 4096 + t * 4)
+    a = gl.where(tid < 16, a_scales + t * 4, base + IDLE_AT + tid * 4)
+    store1(a, dt)
+    store1(gl.where(tid < 16, a + 1024, a), dt * 0.0 + 1.0)
+    store1(gl.where(tid < 16, a + 2048, a), dt * 0.0)
+
+
+@jit
+def _flows_of(base, alone, lane):
+    """d log alpha of a block's 16 tokens, one a lane, from its flows and changes."""
+    t = lane % 16
+    change = (lane * 0).to(gl.float32)
+    for i in gl.static_range(4):
+        v = load4(base + CHANGES_AT + t * 128 + (lane // 16 * 4 + i + t) % 8 * 16)
+        change = change + ((v[0] + v[1]) + (v[2] + v[3]))
+    change = change + from_lane(change, lane ^ 16)
+    for i in gl.static_range(4):
+        change = gl.where(t >= 1 << i, change + from_lane(change, lane - (1 << i)), change)
+    v = load4(base + FLOWS_AT + gl.where(alone, t, 0) * 16)
+    return (v[0] + v[1]) + (v[2] + v[3]) + gl.where(alone | (t == 0), 0.0, from_lane(change, lane - 1))
 
 
 @jit
@@ -496,7 +540,6 @@ def segment_gradients(
     zero = zero_int.to(gl.float32)
     shared.index(0).store(zero)  # what is not used is not allocated; this waits for all threads
     base = shared_base(zero_int)
-    a_flags = shared_base(gl.to_tensor(0)) + FLAGS_AT
     half = gl.program_id(0) % 2
     i_seg = (gl.program_id(0) // 2).to(gl.int64)
     i_bh = gl.program_id(1).to(gl.int64)
@@ -529,7 +572,7 @@ def segment_gradients(
     a_pairs = base + PAIRS_AT + c * 512 + g * 64
     k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
     a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
-    a_idle = base + FLOWS_AT + 256 + tid * 4
+    a_idle = base + IDLE_AT + tid * 4
     a_flow = base + FLOWS_AT + warp * 4
 
     n_blocks = gl.cdiv(steps, 16)
@@ -538,109 +581,94 @@ def segment_gradients(
     J = E
     dprior_sum = zero
     alpha_after = zero  # of the token after the block
+    alone = zero > 0.0  # whether each of the block's tokens is a block of its own
     start = (n_blocks - 1) * 16
     _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps)
-    t = lane % 16
-    step, same = _step(p_dt, p_doc, dt_t, start, steps, before, t, HAS_DOC)
     ahead = _load_start(p_starts + (start // 16 * (P * N) + o_start))
+    _put_scales(base, p_dt, p_doc, dt_t, b_A, b_prior, steps, before, tid, n_blocks * 16, HAS_DOC)
+    barrier()
+    t = lane % 16
+    pair = tid // 16 * 2
     for i_block in range(n_blocks):
         start = (n_blocks - 1 - i_block) * 16
-        # decays: one token a lane, twice in a warp
-        b_dt = gl.where(start + t < steps, step, 0.0)
-        alpha = gl.exp(-b_A * b_dt)
-        if HAS_DOC:
-            alpha = gl.where(same == 0, 0.0, alpha)
-        kept = gl.where(t == 0, 1.0, alpha)
-        for i in gl.static_range(4):
-            kept = gl.where(t >= 1 << i, kept * from_lane(kept, lane - (1 << i)), kept)
-        total = from_lane(kept, zero_int + 15)
-        first = from_lane(alpha, zero_int)
-        r = reciprocal(kept)
-        dq = gl.where(t == 0, 0.0, b_prior * (r - from_lane(r, lane - 1)))
-        # operands
+        previous = gl.maximum(start - 16, 0)
+        a_scales = base + SCALES_AT + start * 4
+        # operands, and what the block before has left
         wait_async(zero_int)
-        pair = tid // 16 * 2
-        ones = zero + 1.0
-        raw_x, raw_u = _put_scaled(
-            base, tid, start, steps, b_dt * r, r, r, dq, ones
-        )
-        raw_dy = _unless_past(load4_bits(base + RAW_AT + 4096 + tid * 16), start + pair, steps)
-        _put_rows(base + ROWS_AT + pair * 768 + tid % 16 * 16, raw_dy, ones, ones)
+        raw_x, raw_u = _put_scaled(base, a_scales, tid, steps - start)
+        raw_dy = _unless_past(load4_bits(base + RAW_AT + 4096 + tid * 16), pair, steps - start)
+        _put_rows(base + ROWS_AT + pair * 768 + tid % 16 * 16, raw_dy, zero + 1.0, zero + 1.0)
         a_put = base + PAIRS_AT + tid // 16 % 4 * 512 + tid % 16 * 32 + tid // 64 * 8
         _put_pairs(a_put, raw_x)
         _put_pairs(a_put + 2048, raw_u)
         _put_keys(base, tid)
+        flow = _flows_of(base, alone, lane)
+        gl.store(p_flows + (start + 16 + t), flow, mask=(tid < 16) & (zero_int + i_block > 0))
         barrier()
-        r_end = from_lane(r, zero_int + 15)
-        M, I, worst = _state(
-            ahead, a_pairs, a_tile, b_dt * r, r, first, b_prior + zero, b_prior * r_end, c
-        )
-        for i in gl.static_range(5):
-            worst = gl.maximum(worst, from_lane(worst, lane ^ (1 << i)))
-        worst = gl.where((total * GROWTH >= 1.0) & (worst <= 0.0), 0.0, 1.0)
-        _leave(base + FLAGS_AT + warp * 4, a_idle, worst, lane)
-        barrier()
-        outgrown = load_scalar(a_flags) + load_scalar(a_flags + 4) + load_scalar(a_flags + 8) + load_scalar(a_flags + 12)
-        each = gl.minimum(outgrown, 1.0).to(gl.int32)
-        alone = zero + outgrown > 0.0
+        first = load1(a_scales + 3072)
+        r_end = load1(a_scales + 1084)
+        a_c = a_scales + c * 8
+        v_scales = (load1(a_c), load1(a_c + 4), load1(a_c + 32), load1(a_c + 36))
+        u_scales = (load1(a_c + 1024), load1(a_c + 1028), load1(a_c + 1056), load1(a_c + 1060))
+        M, I, worst = _state(ahead, a_pairs, a_tile, v_scales, u_scales, first, b_prior + zero, b_prior * r_end)
+        store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
+        outgrown = any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
+        alone = zero_int + outgrown != 0
+        p_previous = p_starts + (previous // 16 * (P * N) + o_start)
+        prefetch(p_previous)
+        prefetch(p_previous + 512)
         # one block of 16 tokens
-        scale = gl.where(alone, 1.0, alpha_after * total)
+        scale = gl.where(alone, 1.0, alpha_after * reciprocal(r_end))
         E = _times_all(E, scale)
         J = _times_all(J, scale)
-        for i_token in range(16 - 16 * each):
+        for i_token in range(16 - 16 * outgrown):
             M, I, E, J = _token(
-                M, I, E, J, 15 - i_token, base, a_rows, a_keys, p_outs + start * N, warp, lane, zero
+                M, I, E, J, 15 - i_token, base, a_rows, a_keys, a_scales, p_outs + start * N, warp, lane, zero
             )
-        for _ in range(1 - each):
-            flow = _sum_of_warp(_flow(M, I, E, J, b_prior), lane)
-            _leave(a_flow, a_idle, flow, lane)
+        flow = _flow(M, I, E, J, b_prior)
         # a block for each token
-        for _ in range(each):
-            after = gl.where(t == 15, alpha_after, from_lane(alpha, lane + 1))
-            _put_scaled(base, tid, start, steps, b_dt, ones, ones, zero, after)
+        for _ in range(outgrown):
+            _put_unscaled(base, a_scales, tid)
             barrier()
-        for i_token in range(16 * each):
+            _put_scaled(base, a_scales, tid, steps - start)
+            barrier()
+        for i_token in range(16 * outgrown):
             t_k = 15 - i_token
-            later = gl.where(t <= t_k, alpha, 1.0)
+            later = gl.where(t <= t_k, load1(a_scales + 3072 + t * 4), 1.0)
             for i in gl.static_range(4):
                 later = gl.where(t < 16 - (1 << i), later * from_lane(later, lane + (1 << i)), later)
             whole = from_lane(later, zero_int)
             later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
             later = gl.where(t <= t_k, later, 0.0)
+            u_scales = (
+                from_lane(later, 2 * c), from_lane(later, 2 * c + 1), from_lane(later, 2 * c + 8), from_lane(later, 2 * c + 9)
+            )
+            later = later * load1(a_scales + 4096 + t * 4)
+            v_scales = (
+                from_lane(later, 2 * c), from_lane(later, 2 * c + 1), from_lane(later, 2 * c + 8), from_lane(later, 2 * c + 9)
+            )
             begun = _load_start(p_starts + (start // 16 * (P * N) + o_start))
             M_k, I_k, worst = _state(
-                begun, a_pairs, a_tile, b_dt * later, later, whole, b_prior + zero, b_prior + zero, c
+                begun, a_pairs, a_tile, v_scales, u_scales, whole, b_prior + zero, b_prior + zero
             )
-            scale = load1(base + (SCALARS + 2) * 512 + t_k * 4)
+            scale = gl.where(zero_int + t_k == 15, alpha_after, load1(a_scales + 3076 + gl.minimum(t_k, 14) * 4))
             E = _times_all(E, scale)
             J = _times_all(J, scale)
             M_k, I_k, E, J = _token(
-                M_k, I_k, E, J, t_k, base, a_rows, a_keys, p_outs + start * N, warp, lane, zero
+                M_k, I_k, E, J, t_k, base, a_rows, a_keys, a_scales, p_outs + start * N, warp, lane, zero
             )
-            flow = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
-            _leave(a_flow + t_k * 16, a_idle, flow, lane)
+            through = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
+            _leave(a_flow + t_k * 16, a_idle, through, lane)
+        ahead = _load_start(p_previous)
+        flow = _sum_of_warp(flow, lane)
         _last_token(base, p_outs + start * N, warp, lane)
-        barrier()
-        dprior_sum = _add_up(base, warp, lane, b_prior, p_rows + start * P, TP, dprior_sum)
-        previous = gl.maximum(start - 16, 0)
-        ahead = _load_start(p_starts + (previous // 16 * (P * N) + o_start))
-        step, same = _step(p_dt, p_doc, dt_t, previous, steps, before, t, HAS_DOC)
+        _leave(gl.where(alone, a_idle, a_flow), a_idle, flow, lane)
         _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
         barrier()
-        # d log alpha
-        change = zero
-        for i in gl.static_range(4):
-            v = load4(base + CHANGES_AT + t * 128 + (lane // 16 * 4 + i + t) % 8 * 16)
-            change = change + ((v[0] + v[1]) + (v[2] + v[3]))
-        change = change + from_lane(change, lane ^ 16)
-        total = change
-        for i in gl.static_range(4):
-            total = gl.where(t >= 1 << i, total + from_lane(total, lane - (1 << i)), total)
-        v = load4(base + FLOWS_AT + gl.where(alone, t, 0) * 16)
-        flow = (v[0] + v[1]) + (v[2] + v[3])
-        flow = flow + gl.where(alone | (t == 0), 0.0, from_lane(total, lane - 1))
-        gl.store(p_flows + (start + t), flow, mask=tid < 16)
+        dprior_sum = _add_up(base, a_scales, warp, lane, b_prior, p_rows + start * P, TP, dprior_sum)
         alpha_after = first
+        barrier()
+    gl.store(p_flows + t, _flows_of(base, alone, lane), mask=tid < 16)
     wait_async(zero_int)  # no copy lands in shared memory after the program's end
     dprior_sum = _sum_of_warp(dprior_sum, lane)
     p_dprior = dprior + (((half * n_bh + i_bh) * NSEG + i_seg) * 4 + warp)

@@ -151,6 +151,25 @@ def warp_barrier():
 
 
 @jit
+def any_of_block(address):
+    """A barrier; 1 if one of the threads has left more than zero in its word, the first of them at the address, else 0."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; .reg .b32 a; .reg .f32 v; mov.u32 a, %tid.x; mad.lo.u32 a, a, 4, $1; ld.shared.f32 v, [a]; "
+        "setp.gt.f32 p, v, 0f00000000; barrier.red.or.pred q, 0, p; "
+        "vote.sync.any.pred q, q, 0xffffffff; selp.s32 $0, 1, 0, q; }",
+        "=r,r", [address], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def prefetch(pointer):
+    """Ask for a line of global memory in the L2 cache."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer.to(gl.int64)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
 def wait_async(zero):
     """Wait for this thread's copies; a barrier must follow before other threads read them."""
     gl.inline_asm_elementwise("cp.async.wait_all; mov.u32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
