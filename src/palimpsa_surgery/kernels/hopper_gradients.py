@@ -107,24 +107,40 @@ def _times4(a, factor):
 
 
 @jit
-def _row_sums(a_sums, a_row_sums, lane):
-    """A token's d v and d beta over the warp's keys: four rows a lane."""
+def _load_row_sums(a_sums, lane):
+    """A token's d v or d beta of four rows, from the four lanes that have parts of it."""
     a = a_sums + lane // 8 * 512 + lane % 8 * 64
     turn = lane % 8 // 2
-    total = load4(a + turn * 16)
-    for i in gl.static_range(1, 4):
-        total = _add4(total, load4(a + (i + turn) % 4 * 16))
-    store4(a_row_sums, total)
+    return (
+        load4(a + turn * 16),
+        load4(a + (turn + 1) % 4 * 16),
+        load4(a + (turn + 2) % 4 * 16),
+        load4(a + (turn + 3) % 4 * 16),
+    )
 
 
 @jit
-def _key_sums(a_sums, pointer, present, lane):
-    """A token's dC or dB over all rows: four keys a lane."""
+def _load_key_sums(a_sums, lane):
+    """A token's dC or dB of four keys, from four of the eight lanes that have parts of it; lane ^ 8 has the others."""
     q = lane // 4 % 2
     a = a_sums + 2048 + q * 512 + lane // 8 % 2 * 256 + lane % 4 * 16
-    total = load4(a + q * 64)
-    for i in gl.static_range(1, 4):
-        total = _add4(total, load4(a + (i + q) % 4 * 64))
+    return (load4(a + q * 64), load4(a + (1 + q) * 64), load4(a + (2 + q) % 4 * 64), load4(a + (3 + q) % 4 * 64))
+
+
+@jit
+def _once_known(address, value, nothing):
+    """The address, once the value is known: keeps loads from being scheduled all at once. `nothing` is zero."""
+    return address | (value.to(gl.int32, bitcast=True) & nothing)
+
+
+@jit
+def _total(parts):
+    return _add4(_add4(parts[0], parts[1]), _add4(parts[2], parts[3]))
+
+
+@jit
+def _put_key_sums(parts, pointer, present, lane):
+    total = _total(parts)
     other = lane ^ 8
     total = (
         total[0] + from_lane(total[0], other),
@@ -136,11 +152,15 @@ def _key_sums(a_sums, pointer, present, lane):
 
 
 @jit
-def _half(M, I, E, J, C, B, S, dq, sums, a_rows, half: gl.constexpr):
+def _load_rows(a_rows):
+    """dy, v and u of four rows."""
+    return load4(a_rows), load4(a_rows + 256), load4(a_rows + 512)
+
+
+@jit
+def _half(M, I, E, J, C, B, S, dq, sums, rows, half: gl.constexpr):
     """Rows 0 to 3 or 4 to 7 of a lane's eight."""
-    dy = load4(a_rows + half * 16)
-    v = load4(a_rows + 256 + half * 16)
-    u = load4(a_rows + 512 + half * 16)
+    dy, v, u = rows
     M_new = ()
     I_new = ()
     E_new = ()
@@ -161,24 +181,30 @@ def _half(M, I, E, J, C, B, S, dq, sums, a_rows, half: gl.constexpr):
 
 
 @jit
-def _token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, zero):
+def _token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, nothing):
     """Token t. While it is worked on, what lanes left of token t + 1 is summed over the warp."""
-    warp_barrier()
     a_sums = base + warp * 3072
+    a_rows = a_rows + t * 768
+    a_out = a_sums + lane * 16
+    zero = (lane * 0).to(gl.float32)
+    zeros = (zero, zero, zero, zero)
+    sums = (zeros, zeros, zeros, zero)
+    warp_barrier()
     C = load4(a_keys + t * 768)
+    rows = _load_rows(a_rows)
     B = load4(a_keys + t * 768 + 64)
     S = load4(a_keys + t * 768 + 128)
     dq = load1(a_scales + 2048 + t * 4)
-    zeros = (zero, zero, zero, zero)
-    sums = (zeros, zeros, zeros, zero)
-    _row_sums(a_sums, base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, lane)
-    M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, a_rows + t * 768, 0)
-    _key_sums(a_sums, p_keys + (t + 1) * 128, lane * 0 + t < 15, lane)
+    M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 0)
+    row_sums = _load_row_sums(_once_known(a_sums, M0[0][0], nothing), lane)
+    key_sums = _load_key_sums(_once_known(a_sums, M0[2][0], nothing), lane)
+    rows = _load_rows(a_rows + 16)
     warp_barrier()
-    a_out = a_sums + lane * 16
+    store4(base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, _total(row_sums))
     store4(a_out, dv)
     store4(a_out + 1024, du)
-    M1, I1, E1, J1, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, a_rows + t * 768, 1)
+    M1, I1, E1, J1, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 1)
+    _put_key_sums(key_sums, p_keys + (t + 1) * 128, lane * 0 + t < 15, lane)
     store4(a_out + 512, dv)
     store4(a_out + 1536, du)
     dC, dB, G, z = sums
@@ -200,8 +226,8 @@ def _last_token(base, p_keys, warp, lane):
     """What is left of token 0."""
     warp_barrier()
     a_sums = base + warp * 3072
-    _row_sums(a_sums, base + ROW_SUMS_AT + warp * 512 + lane * 16, lane)
-    _key_sums(a_sums, p_keys, lane * 0 == 0, lane)
+    store4(base + ROW_SUMS_AT + warp * 512 + lane * 16, _total(_load_row_sums(a_sums, lane)))
+    _put_key_sums(_load_key_sums(a_sums, lane), p_keys, lane * 0 == 0, lane)
 
 
 @jit
@@ -575,6 +601,7 @@ def segment_gradients(
     a_idle = base + IDLE_AT + tid * 4
     a_flow = base + FLOWS_AT + warp * 4
 
+    nothing = T >> 31  # zero, which the compiler cannot know
     n_blocks = gl.cdiv(steps, 16)
     zeros = (zero, zero, zero, zero)
     E = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
@@ -623,7 +650,7 @@ def segment_gradients(
         J = _times_all(J, scale)
         for i_token in range(16 - 16 * outgrown):
             M, I, E, J = _token(
-                M, I, E, J, 15 - i_token, base, a_rows, a_keys, a_scales, p_outs + start * N, warp, lane, zero
+                M, I, E, J, 15 - i_token, base, a_rows, a_keys, a_scales, p_outs + start * N, warp, lane, nothing
             )
         flow = _flow(M, I, E, J, b_prior)
         # a block for each token
@@ -655,7 +682,7 @@ def segment_gradients(
             E = _times_all(E, scale)
             J = _times_all(J, scale)
             M_k, I_k, E, J = _token(
-                M_k, I_k, E, J, t_k, base, a_rows, a_keys, a_scales, p_outs + start * N, warp, lane, zero
+                M_k, I_k, E, J, t_k, base, a_rows, a_keys, a_scales, p_outs + start * N, warp, lane, nothing
             )
             through = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
             _leave(a_flow + t_k * 16, a_idle, through, lane)
