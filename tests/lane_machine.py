@@ -190,7 +190,7 @@ class Machine:
             "copy_async_word": self._copy_async_word,
             "load_global4": lambda address: tuple(load(address + i) for i in range(4)),
             "store_global4": self._store_global4,
-            "store_global4_if": self._store_global4,
+            "store_global2_if": self._store_global2_if,
             "warp_barrier": lambda: self.shared.warp_barrier(),
             "wait_async": lambda zero: self.shared.wait(),
             "reciprocal": lambda x: register(np.float32(1) / x),
@@ -261,10 +261,15 @@ class Machine:
         words = source.flat[torch.from_numpy(np.asarray(source.offset))]
         self.shared.write(address, words.numpy().view(np.float32), copy=True)
 
-    def _store_global4(self, address: Pointer, values, mask=None):
+    def _store_global4(self, address: Pointer, values):
         assert (np.asarray(address.offset) % 4 == 0).all()
         for i, value in enumerate(values):
-            self._store(address + i, value, mask)
+            self._store(address + i, value)
+
+    def _store_global2_if(self, address: Pointer, a, b, condition):
+        assert (np.asarray(address.offset) % 2 == 0).all()
+        self._store(address, a, condition)
+        self._store(address + 1, b, condition)
 
     @staticmethod
     def _times(a, b):

@@ -181,7 +181,7 @@ def carry_keys(
     S: tl.constexpr, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the adjoint after the segment causes, summed over all heads, to dB [b, h, TP, n] of the first head.
+    """Add what the adjoint after the segment causes, summed over all heads, to dB [b, t, n].
 
     Of BT tokens and BN keys; the other arguments are those of `carry_rows`.
     """
@@ -212,6 +212,6 @@ def carry_keys(
         p_u += beta_h
         p_E += (NSEG + 1).to(tl.int64) * (2 * P * N)
     b_B = tl.load(B + b * B_b + t0 * B_t + o_t[:, None] * B_t + o_n[None, :], mask=m_t[:, None], other=0.0)
-    p_dB = dB + (b * H * TP + t0 + o_t[:, None]) * N + o_n[None, :]
+    p_dB = dB + (b * T + t0 + o_t[:, None]) * N + o_n[None, :]
     b_dB = tl.load(p_dB, mask=m_t[:, None], other=0.0) + b_M + 2.0 * b_B.to(tl.float32) * b_I
     tl.store(p_dB, b_dB, mask=m_t[:, None])

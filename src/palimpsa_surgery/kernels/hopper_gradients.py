@@ -31,14 +31,15 @@ from .hopper_lanes import (
     load_global4,
     low,
     mma16,
+    pack,
     prefetch,
     reciprocal,
     shared_base,
     store1,
     store2_bits,
     store4,
+    store_global2_if,
     store_global4,
-    store_global4_if,
     upper,
     wait_async,
     warp_barrier,
@@ -148,7 +149,7 @@ def _put_key_sums(parts, pointer, present, lane):
         total[2] + from_lane(total[2], other),
         total[3] + from_lane(total[3], other),
     )
-    store_global4_if(pointer, total, present)
+    store_global2_if(pointer, pack(total[0], total[1]), pack(total[2], total[3]), present)
 
 
 @jit
@@ -196,15 +197,15 @@ def _token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, no
     S = load4(a_keys + t * 768 + 128)
     dq = load1(a_scales + 2048 + t * 4)
     M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 0)
-    row_sums = _load_row_sums(_once_known(a_sums, M0[0][0], nothing), lane)
-    key_sums = _load_key_sums(_once_known(a_sums, M0[2][0], nothing), lane)
+    row_sums = _load_row_sums(_once_known(a_sums, M0[1][0], nothing), lane)
+    key_sums = _load_key_sums(_once_known(a_sums, M0[3][3], nothing), lane)
     rows = _load_rows(a_rows + 16)
     warp_barrier()
     store4(base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, _total(row_sums))
     store4(a_out, dv)
     store4(a_out + 1024, du)
     M1, I1, E1, J1, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 1)
-    _put_key_sums(key_sums, p_keys + (t + 1) * 128, lane * 0 + t < 15, lane)
+    _put_key_sums(key_sums, p_keys + (t + 1) * 64, lane * 0 + t < 15, lane)
     store4(a_out + 512, dv)
     store4(a_out + 1536, du)
     dC, dB, G, z = sums
@@ -551,7 +552,7 @@ def segment_gradients(
     x, beta, B, C and dy are int32 pairs, and their strides are in pairs; starts [b, h, TP / 16, p / 8, 2, n, p % 8]
     bfloat16, as pairs too. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
     Partial results of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP], d log alpha;
-    dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n], dB and dC.
+    dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n], dB and dC, as pairs of bfloat16.
     """
     N: gl.constexpr = 128
     P: gl.constexpr = 64
@@ -586,11 +587,11 @@ def segment_gradients(
     p_doc = doc + (b * T + t0)
     before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
     p_rows = rows + ((i_bh * 4 + half) * TP + t0) * P
-    p_keys = keys + ((i_bh * TP + t0) * N + half * 64)
+    p_keys = keys + ((i_bh * TP + t0) * (N // 2) + half * 32)
     p_flows = flows + ((half * n_bh + i_bh) * TP + t0)
     # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     o_key = warp * 16 + c * 4
-    p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * N, 0) + o_key)  # dC or dB
+    p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
     p_starts = starts + (chunk * (P * N) + half * 256)
     o_start = g * (8 * N) + o_key * 4
     a_rows = base + ROWS_AT + g * 32
@@ -650,7 +651,7 @@ def segment_gradients(
         J = _times_all(J, scale)
         for i_token in range(16 - 16 * outgrown):
             M, I, E, J = _token(
-                M, I, E, J, 15 - i_token, base, a_rows, a_keys, a_scales, p_outs + start * N, warp, lane, nothing
+                M, I, E, J, 15 - i_token, base, a_rows, a_keys, a_scales, p_outs + start * (N // 2), warp, lane, nothing
             )
         flow = _flow(M, I, E, J, b_prior)
         # a block for each token
@@ -682,13 +683,13 @@ def segment_gradients(
             E = _times_all(E, scale)
             J = _times_all(J, scale)
             M_k, I_k, E, J = _token(
-                M_k, I_k, E, J, t_k, base, a_rows, a_keys, a_scales, p_outs + start * N, warp, lane, nothing
+                M_k, I_k, E, J, t_k, base, a_rows, a_keys, a_scales, p_outs + start * (N // 2), warp, lane, nothing
             )
             through = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
             _leave(a_flow + t_k * 16, a_idle, through, lane)
         ahead = _load_start(p_previous)
         flow = _sum_of_warp(flow, lane)
-        _last_token(base, p_outs + start * N, warp, lane)
+        _last_token(base, p_outs + start * (N // 2), warp, lane)
         _leave(gl.where(alone, a_idle, a_flow), a_idle, flow, lane)
         _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
         barrier()

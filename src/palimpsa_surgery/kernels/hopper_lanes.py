@@ -133,12 +133,11 @@ def store_global4(pointer, v):
 
 
 @jit
-def store_global4_if(pointer, v, condition):
-    """`store_global4` by the threads for which the condition holds."""
+def store_global2_if(pointer, a, b, condition):
+    """Two words to global memory, by the threads for which the condition holds."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
-        "=r,l,f,f,f,f,r", [pointer.to(gl.int64), v[0], v[1], v[2], v[3], condition.to(gl.int32)], gl.int32,
-        is_pure=False, pack=1,
+        "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.b32 [$1], {$2, $3}; mov.u32 $0, 0; }",
+        "=r,l,r,r,r", [pointer.to(gl.int64), a, b, condition.to(gl.int32)], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

@@ -117,22 +117,22 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
         P=head_dim, N=state_size, BP=START_ROWS, HAS_DOC=doc is not None, **dot_types, num_warps=2, num_stages=3,
     )  # fmt: skip
     rows = x.new_empty(batch, heads, 2, HALVES, padded, head_dim, dtype=torch.float32)
-    keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.float32)
+    keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.bfloat16)
     flows = x.new_empty(HALVES, batch, heads, padded, dtype=torch.float32)
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v) for v in (x, beta, B, C, dy))
     segment_gradients_kernel[(HALVES * segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, documents, dy, starts.view(torch.int32), adjoints, rows, keys, flows, dprior,
+        x, dt, beta, A, B, C, I_prior, documents, dy, starts.view(torch.int32), adjoints, rows, keys.view(torch.int32), flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
         time, padded, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
     return keys, (rows, flows, dprior)
 
 
-def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, keys, dx, ddt, dbeta, segment, dot_types):
+def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, dB, dx, ddt, dbeta, segment, dot_types):
     """Step 6, adjoints passed on: what the adjoint after segment k, slot k + 1, adds to what its `own` tokens cause.
 
-    Writes dx, ddt and dbeta and adds to dB, the first of `keys`; returns dA and dprior `[2, h]`.
+    Writes dx, ddt and dbeta and adds to dB `[b, t, n]`; returns dA and dprior `[2, h]`.
     """
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], decay.shape[2]
@@ -148,7 +148,7 @@ def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, keys, 
         time, padded, heads, segments, HAS_DOC=doc is not None, **sizes, num_warps=4, num_stages=1,
     )  # fmt: skip
     carry_keys[(triton.cdiv(time, block) * (state_size // CARRY_KEYS), batch)](
-        x, dt, beta, B, adjoints, w, keys[0],
+        x, dt, beta, B, adjoints, w, dB,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:2],
         time, padded, heads, segments, BN=CARRY_KEYS, **sizes, num_warps=4, num_stages=3,
     )  # fmt: skip

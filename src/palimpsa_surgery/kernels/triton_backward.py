@@ -322,7 +322,7 @@ def reduce_heads(part, total, H, PART_SIZE, SIZE, BLOCK: tl.constexpr, FIRST: tl
     if not FIRST:
         b_sum = tl.load(total + b * SIZE + o, mask=m, other=0.0)
     for h in range(H):
-        b_sum += tl.load(part + (b * H + h) * PART_SIZE + o, mask=m, other=0.0)
+        b_sum += tl.load(part + (b * H + h) * PART_SIZE + o, mask=m, other=0.0).to(tl.float32)
     tl.store(total + b * SIZE + o, b_sum, mask=m)
 
 

@@ -199,11 +199,7 @@ def _backward_heads(
     if dinitial is not None:
         dinitial[:, heads].copy_(adjoints[:, :, 0])
     outputs = (dx, ddt, dbeta, segment)
-    if tuned:
-        scalars = tuned_carry_gradients(
-            x, dt, A, B, beta, doc, states, adjoints, decay, own, keys, *outputs, _dot_types(x)
-        )
-    else:
+    if not tuned:
         keys, scalars = _gradients_portable(
             x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, *outputs, dvar, flags
         )
@@ -211,6 +207,10 @@ def _backward_heads(
     reduce_heads[(triton.cdiv(size, block), batch, 2)](
         keys, dkeys, n_heads, part_size, size, BLOCK=block, FIRST=first, num_warps=4
     )
+    if tuned:
+        scalars = tuned_carry_gradients(
+            x, dt, A, B, beta, doc, states, adjoints, decay, own, dkeys[0], *outputs, _dot_types(x)
+        )
     return scalars
 
 
