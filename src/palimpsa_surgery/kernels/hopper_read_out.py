@@ -17,6 +17,7 @@ from .hopper_lanes import (
     pack,
     reciprocal,
     shared_base,
+    store1,
     store4,
 )
 from .hopper_scaled import load_block, prior_parts, scaled4, scales, store_keys, store_rows, update
@@ -153,6 +154,7 @@ def read_out(
     g = lane // 4
     c = lane % 4
     zero = (tid * 0).to(gl.float32)
+    shared.index(144).store(zero)  # what is not used is not allocated
     base = shared_base(tid * 0)
     a_scalars = shared_base(gl.to_tensor(0)) + SCALARS_AT
     i_bh = gl.program_id(1).to(gl.int64)
@@ -205,9 +207,10 @@ def read_out(
         v_scale = b_dt * r
         r = gl.where(start + lane % 16 < steps, r, 0.0)
         dq_0, dq_1 = prior_parts(dq, zero)
-        shared.index(144).store(rescale)
-        shared.index(145).store(gl.where(each, 16.0, 0.0))
-        shared.index(146).store(gl.where(each | (rescale == 1.0), 0.0, 1.0))
+        a = base + SCALARS_AT + tid * 4
+        store1(a, rescale)
+        store1(a + 512, gl.where(each, 16.0, 0.0))
+        store1(a + 1024, gl.where(each | (rescale == 1.0), 0.0, 1.0))
         for i in gl.static_range(4):
             a = w_keys + i * 8192
             b0, b1, c0, c1 = keys[i]
