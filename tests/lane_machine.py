@@ -182,12 +182,13 @@ class Machine:
             "load4_bits": lambda address: tuple(self._word(address + i) for i in (0, 4, 8, 12)),
             "load1": lambda address: register(self.shared.read(address)),
             "load1_bits": self._word,
+            "load2_bits": lambda address: (self._word(address), self._word(address + 4)),
             "any_of_block": self._any_of_block,
             "prefetch": lambda address: None,
             "store2_bits": self._store2_bits,
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
-            "copy_async_word": self._copy_async_word,
+            "copy_async": self._copy_async,
             "load_global4": lambda address: tuple(load(address + i) for i in range(4)),
             "store_global4": self._store_global4,
             "store_global2_if": self._store_global2_if,
@@ -257,9 +258,11 @@ class Machine:
         for i, value in enumerate((a, b)):
             self.shared.write(address + 4 * i, np.ascontiguousarray(value).view(np.float32))
 
-    def _copy_async_word(self, address, source: Pointer):
-        words = source.flat[torch.from_numpy(np.asarray(source.offset))]
-        self.shared.write(address, words.numpy().view(np.float32), copy=True)
+    def _copy_async(self, address, source: Pointer, size):
+        assert (address % size == 0).all()
+        for i in range(size // 4):
+            words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]
+            self.shared.write(address + 4 * i, words.numpy().view(np.float32), copy=True)
 
     def _store_global4(self, address: Pointer, values):
         assert (np.asarray(address.offset) % 4 == 0).all()

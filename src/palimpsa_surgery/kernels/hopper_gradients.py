@@ -20,12 +20,13 @@ from .hopper_lanes import (
     any_of_block,
     barrier,
     beyond,
-    copy_async_word,
+    copy_async,
     from_lane,
     gl,
     high,
     jit,
     load1,
+    load2_bits,
     load4,
     load4_bits,
     load_global4,
@@ -52,21 +53,21 @@ GROWTH = gl.constexpr(4096.0)  # I / c over 16 tokens, and 1 / c
 
 # Shared memory, in bytes. A token's sums over a lane's elements [4 warps, 6, 32 lanes, 4]: d v and d beta of rows 0 to 3
 # and 4 to 7, dC and dB. Sums over a warp's keys of the first four [17 tokens, 4 warps, 32, 4], and of -Z_I over a lane's
-# elements [16, 128]. Operands of 16 tokens: rows [16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in
+# elements [16, 128]. Operands of 16 tokens: rows [2, 16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in
 # pairs of tokens, as first operands lie [2, 4, 8, 4, 4]. What was copied for the next 16, in the order in which threads
 # take it [5, 128, 4 words]. Parts of what d log alpha changes by [16, 32].
 ROW_SUMS_AT = gl.constexpr(12288)
 PRIORS_AT = gl.constexpr(47104)
 ROWS_AT = gl.constexpr(55296)
-KEYS_AT = gl.constexpr(67584)
-PAIRS_AT = gl.constexpr(79872)
-RAW_AT = gl.constexpr(83968)
-CHANGES_AT = gl.constexpr(94208)
-FLOWS_AT = gl.constexpr(96256)  # [16, 4 warps]
-IDLE_AT = gl.constexpr(96512)  # a word for each thread that has nothing to say
+KEYS_AT = gl.constexpr(79872)
+PAIRS_AT = gl.constexpr(92160)
+RAW_AT = gl.constexpr(96256)
+CHANGES_AT = gl.constexpr(106496)
+FLOWS_AT = gl.constexpr(108544)  # [16, 4 warps]
+IDLE_AT = gl.constexpr(108800)  # a word for each thread that has nothing to say
 # Of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
-SCALES_AT = gl.constexpr(97024)
-WORDS = gl.constexpr(200)  # rows of 128 words
+SCALES_AT = gl.constexpr(109312)
+WORDS = gl.constexpr(224)  # rows of 128 words
 MOST_TOKENS = 256
 
 
@@ -372,7 +373,7 @@ def _leave(a_word, a_own, v, lane):
 
 
 @jit
-def _add_up(base, a_scales, warp, lane, prior, p_rows, TP, dprior):
+def _add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, TP, dprior):
     """Sums over warps, of four tokens by each: d v and d beta to where they go; returns dprior with -Z_I."""
     s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
     g = lane % 8
@@ -382,7 +383,7 @@ def _add_up(base, a_scales, warp, lane, prior, p_rows, TP, dprior):
         a = base + ROW_SUMS_AT + t * 2048 + lane * 16
         total = _add4(_add4(load4(a), load4(a + 512)), _add4(load4(a + 1024), load4(a + 1536)))
         total = _times4(total, sign)
-        operand = load4(base + (ROWS_AT + 256) + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
+        operand = load4(a_rows + 256 + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
         r = load1(a_scales + 1024 + t * 4)
         z = load4(base + PRIORS_AT + t * 512 + lane * 16)
         z = r * ((z[0] + z[1]) + (z[2] + z[3]))
@@ -394,35 +395,22 @@ def _add_up(base, a_scales, warp, lane, prior, p_rows, TP, dprior):
 
 
 @jit
-def _copy_rows(a, p, o):
-    """A thread's words of two tokens, `o[0]` and `o[1]` from p."""
-    copy_async_word(a, p + o[0])
-    copy_async_word(a + 4, p + (o[0] + 1))
-    copy_async_word(a + 8, p + o[1])
-    copy_async_word(a + 12, p + (o[1] + 1))
-
-
-@jit
-def _copy_keys(a, p, o):
-    """A thread's four words of one token."""
-    for i in gl.static_range(4):
-        copy_async_word(a + 4 * i, p + (o + i))
-
-
-@jit
 def _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps):
     """Begin to copy what 16 tokens bring: two tokens' four rows, and eight keys of one, a thread."""
     a = base + RAW_AT + tid * 16
     t0 = gl.minimum(start + tid // 16 * 2, steps - 1)
     t1 = gl.minimum(start + tid // 16 * 2 + 1, steps - 1)
     o = tid % 16 * 2
-    _copy_rows(a, p_x, (t0 * x_t + o, t1 * x_t + o))
-    _copy_rows(a + 2048, p_beta, (t0 * beta_t + o, t1 * beta_t + o))
-    _copy_rows(a + 4096, p_dy, (t0 * dy_t + o, t1 * dy_t + o))
+    copy_async(a, p_x + (t0 * x_t + o), 8)
+    copy_async(a + 8, p_x + (t1 * x_t + o), 8)
+    copy_async(a + 2048, p_beta + (t0 * beta_t + o), 8)
+    copy_async(a + 2056, p_beta + (t1 * beta_t + o), 8)
+    copy_async(a + 4096, p_dy + (t0 * dy_t + o), 8)
+    copy_async(a + 4104, p_dy + (t1 * dy_t + o), 8)
     t0 = gl.minimum(start + tid // 8, steps - 1)
     o = tid % 8 * 4
-    _copy_keys(a + 6144, p_B, t0 * B_t + o)
-    _copy_keys(a + 8192, p_C, t0 * C_t + o)
+    copy_async(a + 6144, p_B + (t0 * B_t + o), 16)
+    copy_async(a + 8192, p_C + (t0 * C_t + o), 16)
 
 
 @jit
@@ -451,17 +439,49 @@ def _unless_past(raw, t, steps):
 
 
 @jit
-def _put_scaled(base, a_scales, tid, left):
-    """v and u of 16 tokens, of which the first `left` are the sequence's; returns x and beta as they were copied."""
+def _put_scaled(a_rows, a_scales, tid, x, u):
+    """v and u of 16 tokens, from x and beta as `_copy_block` brings them."""
+    pair = tid // 16 * 2
+    a = a_rows + pair * 768 + tid % 16 * 16
+    a_pair = a_scales + pair * 4
+    _put_rows(a + 256, x, load1(a_pair), load1(a_pair + 4))
+    _put_rows(a + 512, u, load1(a_pair + 1024), load1(a_pair + 1028))
+
+
+@jit
+def _place_of_pairs(base, tid):
+    return base + PAIRS_AT + tid // 16 % 4 * 512 + tid % 16 * 32 + tid // 64 * 8
+
+
+@jit
+def _from_pairs(a):
+    """What `_put_pairs` has put there."""
+    r0, r1 = load2_bits(a)
+    r2, r3 = load2_bits(a + 16)
+    return (
+        (r0 & 65535) | (r1 << 16),
+        (r2 & 65535) | (r3 << 16),
+        ((r0 >> 16) & 65535) | (r1 & -65536),
+        ((r2 >> 16) & 65535) | (r3 & -65536),
+    )
+
+
+@jit
+def _put_block(base, a_rows, a_scales, tid, left):
+    """Operands of 16 tokens, of which the first `left` are the sequence's, from where they were copied."""
+    wait_async(tid * 0)
     a = base + RAW_AT + tid * 16
     pair = tid // 16 * 2
-    a_rows = base + ROWS_AT + pair * 768 + tid % 16 * 16
-    a_pair = a_scales + pair * 4
     x = _unless_past(load4_bits(a), pair, left)
     u = _unless_past(load4_bits(a + 2048), pair, left)
-    _put_rows(a_rows + 256, x, load1(a_pair), load1(a_pair + 4))
-    _put_rows(a_rows + 512, u, load1(a_pair + 1024), load1(a_pair + 1028))
-    return x, u
+    dy = _unless_past(load4_bits(a + 4096), pair, left)
+    one = (tid * 0).to(gl.float32) + 1.0
+    _put_rows(a_rows + pair * 768 + tid % 16 * 16, dy, one, one)
+    _put_scaled(a_rows, a_scales, tid, x, u)
+    a_put = _place_of_pairs(base, tid)
+    _put_pairs(a_put, x)
+    _put_pairs(a_put + 2048, u)
+    _put_keys(base, tid)
 
 
 @jit
@@ -594,7 +614,6 @@ def segment_gradients(
     p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
     p_starts = starts + (chunk * (P * N) + half * 256)
     o_start = g * (8 * N) + o_key * 4
-    a_rows = base + ROWS_AT + g * 32
     a_keys = base + KEYS_AT + warp * 192 + c * 16
     a_pairs = base + PAIRS_AT + c * 512 + g * 64
     k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
@@ -615,24 +634,18 @@ def segment_gradients(
     ahead = _load_start(p_starts + (start // 16 * (P * N) + o_start))
     _put_scales(base, p_dt, p_doc, dt_t, b_A, b_prior, steps, before, tid, n_blocks * 16, HAS_DOC)
     barrier()
+    _put_block(base, base + ROWS_AT, base + SCALES_AT + start * 4, tid, steps - start)
+    previous = gl.maximum(start - 16, 0)
+    _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
+    barrier()
     t = lane % 16
-    pair = tid // 16 * 2
     for i_block in range(n_blocks):
         start = (n_blocks - 1 - i_block) * 16
         previous = gl.maximum(start - 16, 0)
         a_scales = base + SCALES_AT + start * 4
-        # operands, and what the block before has left
-        wait_async(zero_int)
-        raw_x, raw_u = _put_scaled(base, a_scales, tid, steps - start)
-        raw_dy = _unless_past(load4_bits(base + RAW_AT + 4096 + tid * 16), pair, steps - start)
-        _put_rows(base + ROWS_AT + pair * 768 + tid % 16 * 16, raw_dy, zero + 1.0, zero + 1.0)
-        a_put = base + PAIRS_AT + tid // 16 % 4 * 512 + tid % 16 * 32 + tid // 64 * 8
-        _put_pairs(a_put, raw_x)
-        _put_pairs(a_put + 2048, raw_u)
-        _put_keys(base, tid)
-        flow = _flows_of(base, alone, lane)
+        a_rows = base + ROWS_AT + i_block % 2 * 12288
+        flow = _flows_of(base, alone, lane)  # of the block after this one
         gl.store(p_flows + (start + 16 + t), flow, mask=(tid < 16) & (zero_int + i_block > 0))
-        barrier()
         first = load1(a_scales + 3072)
         r_end = load1(a_scales + 1084)
         a_c = a_scales + c * 8
@@ -651,14 +664,15 @@ def segment_gradients(
         J = _times_all(J, scale)
         for i_token in range(16 - 16 * outgrown):
             M, I, E, J = _token(
-                M, I, E, J, 15 - i_token, base, a_rows, a_keys, a_scales, p_outs + start * (N // 2), warp, lane, nothing
+                M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales, p_outs + start * (N // 2), warp, lane, nothing
             )
         flow = _flow(M, I, E, J, b_prior)
         # a block for each token
         for _ in range(outgrown):
             _put_unscaled(base, a_scales, tid)
             barrier()
-            _put_scaled(base, a_scales, tid, steps - start)
+            a_put = _place_of_pairs(base, tid)
+            _put_scaled(a_rows, a_scales, tid, _from_pairs(a_put), _from_pairs(a_put + 2048))
             barrier()
         for i_token in range(16 * outgrown):
             t_k = 15 - i_token
@@ -683,7 +697,7 @@ def segment_gradients(
             E = _times_all(E, scale)
             J = _times_all(J, scale)
             M_k, I_k, E, J = _token(
-                M_k, I_k, E, J, t_k, base, a_rows, a_keys, a_scales, p_outs + start * (N // 2), warp, lane, nothing
+                M_k, I_k, E, J, t_k, base, a_rows + g * 32, a_keys, a_scales, p_outs + start * (N // 2), warp, lane, nothing
             )
             through = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
             _leave(a_flow + t_k * 16, a_idle, through, lane)
@@ -691,9 +705,13 @@ def segment_gradients(
         flow = _sum_of_warp(flow, lane)
         _last_token(base, p_outs + start * (N // 2), warp, lane)
         _leave(gl.where(alone, a_idle, a_flow), a_idle, flow, lane)
-        _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
         barrier()
-        dprior_sum = _add_up(base, a_scales, warp, lane, b_prior, p_rows + start * P, TP, dprior_sum)
+        dprior_sum = _add_up(base, a_rows, a_scales, warp, lane, b_prior, p_rows + start * P, TP, dprior_sum)
+        _put_block(
+            base, base + ROWS_AT + (i_block + 1) % 2 * 12288, base + SCALES_AT + previous * 4, tid, steps - previous
+        )
+        before_that = gl.maximum(start - 32, 0)
+        _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
         alpha_after = first
         barrier()
     gl.store(p_flows + t, _flows_of(base, alone, lane), mask=tid < 16)

@@ -60,6 +60,14 @@ def load1(address):
 
 
 @jit
+def load2_bits(address):
+    """Two words from shared memory as int32."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [address], (gl.int32, gl.int32), is_pure=False, pack=1
+    )
+
+
+@jit
 def load1_bits(address):
     """A word from shared memory as int32."""
     return gl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [address], gl.int32, is_pure=False, pack=1)
@@ -97,21 +105,18 @@ def store1(address, v):
 
 
 @jit
-def copy_async(address, pointer):
-    """16 bytes from global to shared memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.cg.shared.global [$1], [$2], 16; cp.async.commit_group; mov.u32 $0, 0;", "=r,r,l",
-        [address, pointer.to(gl.int64)], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@jit
-def copy_async_word(address, pointer):
-    """One word from global to shared memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.ca.shared.global [$1], [$2], 4; mov.u32 $0, 0;", "=r,r,l", [address, pointer.to(gl.int64)],
-        gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def copy_async(address, pointer, size: gl.constexpr):
+    """8 or 16 bytes from global to shared memory."""
+    if size == 8:
+        gl.inline_asm_elementwise(
+            "cp.async.ca.shared.global [$1], [$2], 8; mov.u32 $0, 0;", "=r,r,l", [address, pointer.to(gl.int64)],
+            gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            "cp.async.cg.shared.global [$1], [$2], 16; mov.u32 $0, 0;", "=r,r,l", [address, pointer.to(gl.int64)],
+            gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @jit

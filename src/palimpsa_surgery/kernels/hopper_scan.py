@@ -78,9 +78,9 @@ def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
     )
 
 
-def _pairs(v: Tensor) -> Tensor:
-    """The last axis as int32 pairs of bfloat16, without a copy where its addresses allow."""
-    if v.data_ptr() % 4 or any(stride % 2 for stride in v.stride()[:-1]):
+def _pairs(v: Tensor, values: int = 2) -> Tensor:
+    """The last axis as int32 pairs of bfloat16, without a copy where addresses of so many values at a time allow."""
+    if v.data_ptr() % (2 * values) or any(stride % values for stride in v.stride()[:-1]):
         v = v.clone(memory_format=torch.contiguous_format)
     return v.view(torch.int32)
 
@@ -120,7 +120,7 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.bfloat16)
     flows = x.new_empty(HALVES, batch, heads, padded, dtype=torch.float32)
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
-    x, beta, B, C, dy = (_pairs(v) for v in (x, beta, B, C, dy))
+    x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
     segment_gradients_kernel[(HALVES * segments, batch * heads)](
         x, dt, beta, A, B, C, I_prior, documents, dy, starts.view(torch.int32), adjoints, rows, keys.view(torch.int32), flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
