@@ -67,6 +67,7 @@ FLOWS_AT = gl.constexpr(108544)  # [16, 4 warps]
 IDLE_AT = gl.constexpr(108800)  # a word for each thread that has nothing to say
 # Of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
 SCALES_AT = gl.constexpr(109312)
+SIZES_AT = gl.constexpr(114432)  # where the 16 tokens are split, of each four of them: tokens that are a block
 WORDS = gl.constexpr(224)  # rows of 128 words
 MOST_TOKENS = 256
 
@@ -529,29 +530,74 @@ def _put_scales(base, p_dt, p_doc, dt_t, A, prior, steps, before, tid, n_tokens,
 
 
 @jit
-def _put_unscaled(base, a_scales, tid):
-    """The block's scales where each token is a block of its own."""
+def _put_fours(base, a_scales, prior, tid):
+    """The block's scales where four tokens are a block."""
     t = tid % 16
+    lane = tid % 32
     dt = load1(a_scales + 4096 + t * 4)
-    a = gl.where(tid < 16, a_scales + t * 4, base + IDLE_AT + tid * 4)
-    store1(a, dt)
-    store1(gl.where(tid < 16, a + 1024, a), dt * 0.0 + 1.0)
-    store1(gl.where(tid < 16, a + 2048, a), dt * 0.0)
+    kept = gl.where(t % 4 == 0, 1.0, load1(a_scales + 3072 + t * 4))
+    for k in gl.static_range(2):
+        kept = gl.where(t % 4 >= 1 << k, kept * from_lane(kept, lane - (1 << k)), kept)
+    r = reciprocal(kept)
+    dq = gl.where(t % 4 == 0, 0.0, prior * (r - from_lane(r, lane - 1)))
+    _put_scales_if(base, a_scales, tid, tid < 16, dt * r, r, dq)
 
 
 @jit
-def _flows_of(base, alone, lane):
-    """d log alpha of a block's 16 tokens, one a lane, from its flows and changes."""
+def _put_ones(base, a_scales, first, tid):
+    """The scales of four tokens of which each is a block."""
+    t = tid % 16
+    dt = load1(a_scales + 4096 + t * 4)
+    _put_scales_if(base, a_scales, tid, (tid < 16) & (t // 4 == first // 4), dt, dt * 0.0 + 1.0, dt * 0.0)
+
+
+@jit
+def _put_scales_if(base, a_scales, tid, condition, v_scale, u_scale, dq):
+    """Three scales of a thread's token, if the condition holds."""
+    a = gl.where(condition, a_scales + tid % 16 * 4, base + IDLE_AT + tid * 4)
+    store1(a, v_scale)
+    store1(gl.where(condition, a + 1024, a), u_scale)
+    store1(gl.where(condition, a + 2048, a), dq)
+
+
+@jit
+def _scales_of(a_scales, t, first, last, lane, c):
+    """For the state after the token `last` of a block from `first` on: scales of four tokens' v and u, and what is kept.
+
+    What is kept, and the scales of tokens before the block, are decays to its first token.
+    """
+    later = gl.where(t <= first, load1(a_scales + 3072 + t * 4), 1.0)
+    for i in gl.static_range(4):
+        later = gl.where(t < 16 - (1 << i), later * from_lane(later, lane + (1 << i)), later)
+    kept = from_lane(later, lane * 0)
+    later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
+    u = gl.where(t < first, later, gl.where(t <= last, load1(a_scales + 1024 + t * 4), 0.0))
+    v = u * load1(a_scales + 4096 + t * 4)
+    return _of_column(v, c), _of_column(u, c), kept
+
+
+@jit
+def _of_column(v, c):
+    """Of one value for each token, a lane each, those of tokens 2 c, 2 c + 1, 2 c + 8 and 2 c + 9."""
+    return from_lane(v, 2 * c), from_lane(v, 2 * c + 1), from_lane(v, 2 * c + 8), from_lane(v, 2 * c + 9)
+
+
+@jit
+def _flows_of(base, split, lane):
+    """d log alpha of 16 tokens, one a lane: what flows through the first token of its block, and the changes since."""
     t = lane % 16
     change = (lane * 0).to(gl.float32)
     for i in gl.static_range(4):
         v = load4(base + CHANGES_AT + t * 128 + (lane // 16 * 4 + i + t) % 8 * 16)
         change = change + ((v[0] + v[1]) + (v[2] + v[3]))
     change = change + from_lane(change, lane ^ 16)
+    fours = load1(base + SIZES_AT + t // 4 * 4) > 1.0
+    first = gl.where(split, gl.where(fours, t // 4 * 4, t), 0)
+    change = gl.where(t > first, from_lane(change, lane - 1), 0.0)
     for i in gl.static_range(4):
-        change = gl.where(t >= 1 << i, change + from_lane(change, lane - (1 << i)), change)
-    v = load4(base + FLOWS_AT + gl.where(alone, t, 0) * 16)
-    return (v[0] + v[1]) + (v[2] + v[3]) + gl.where(alone | (t == 0), 0.0, from_lane(change, lane - 1))
+        change = change + gl.where(t - (1 << i) > first, from_lane(change, lane - (1 << i)), 0.0)
+    v = load4(base + FLOWS_AT + first * 16)
+    return (v[0] + v[1]) + (v[2] + v[3]) + change
 
 
 @jit
@@ -628,7 +674,7 @@ def segment_gradients(
     J = E
     dprior_sum = zero
     alpha_after = zero  # of the token after the block
-    alone = zero > 0.0  # whether each of the block's tokens is a block of its own
+    split = zero > 0.0  # whether the 16 tokens were more than one block
     start = (n_blocks - 1) * 16
     _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps)
     ahead = _load_start(p_starts + (start // 16 * (P * N) + o_start))
@@ -644,7 +690,7 @@ def segment_gradients(
         previous = gl.maximum(start - 16, 0)
         a_scales = base + SCALES_AT + start * 4
         a_rows = base + ROWS_AT + i_block % 2 * 12288
-        flow = _flows_of(base, alone, lane)  # of the block after this one
+        flow = _flows_of(base, split, lane)  # of the block after this one
         gl.store(p_flows + (start + 16 + t), flow, mask=(tid < 16) & (zero_int + i_block > 0))
         first = load1(a_scales + 3072)
         r_end = load1(a_scales + 1084)
@@ -654,12 +700,12 @@ def segment_gradients(
         M, I, worst = _state(ahead, a_pairs, a_tile, v_scales, u_scales, first, b_prior + zero, b_prior * r_end)
         store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
         outgrown = any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
-        alone = zero_int + outgrown != 0
+        split = zero_int + outgrown != 0
         p_previous = p_starts + (previous // 16 * (P * N) + o_start)
         prefetch(p_previous)
         prefetch(p_previous + 512)
         # one block of 16 tokens
-        scale = gl.where(alone, 1.0, alpha_after * reciprocal(r_end))
+        scale = gl.where(split, 1.0, alpha_after * reciprocal(r_end))
         E = _times_all(E, scale)
         J = _times_all(J, scale)
         for i_token in range(16 - 16 * outgrown):
@@ -667,44 +713,62 @@ def segment_gradients(
                 M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales, p_outs + start * (N // 2), warp, lane, nothing
             )
         flow = _flow(M, I, E, J, b_prior)
-        # a block for each token
+        # blocks of four tokens
         for _ in range(outgrown):
-            _put_unscaled(base, a_scales, tid)
+            _put_fours(base, a_scales, b_prior, tid)
             barrier()
             a_put = _place_of_pairs(base, tid)
             _put_scaled(a_rows, a_scales, tid, _from_pairs(a_put), _from_pairs(a_put + 2048))
             barrier()
-        for i_token in range(16 * outgrown):
-            t_k = 15 - i_token
-            later = gl.where(t <= t_k, load1(a_scales + 3072 + t * 4), 1.0)
-            for i in gl.static_range(4):
-                later = gl.where(t < 16 - (1 << i), later * from_lane(later, lane + (1 << i)), later)
-            whole = from_lane(later, zero_int)
-            later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
-            later = gl.where(t <= t_k, later, 0.0)
-            u_scales = (
-                from_lane(later, 2 * c), from_lane(later, 2 * c + 1), from_lane(later, 2 * c + 8), from_lane(later, 2 * c + 9)
+        for i_four in range(4 * outgrown):
+            last = 15 - 4 * i_four
+            p_start = p_starts + (start // 16 * (P * N) + o_start)
+            v_scales, u_scales, kept = _scales_of(a_scales, t, last - 3, last, lane, c)
+            r_end = load1(a_scales + 1024 + last * 4)
+            M_4, I_4, worst = _state(
+                _load_start(p_start), a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end
             )
-            later = later * load1(a_scales + 4096 + t * 4)
-            v_scales = (
-                from_lane(later, 2 * c), from_lane(later, 2 * c + 1), from_lane(later, 2 * c + 8), from_lane(later, 2 * c + 9)
-            )
-            begun = _load_start(p_starts + (start // 16 * (P * N) + o_start))
-            M_k, I_k, worst = _state(
-                begun, a_pairs, a_tile, v_scales, u_scales, whole, b_prior + zero, b_prior + zero
-            )
-            scale = gl.where(zero_int + t_k == 15, alpha_after, load1(a_scales + 3076 + gl.minimum(t_k, 14) * 4))
+            store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
+            single = any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
+            a_size = gl.where(tid == 0, base + SIZES_AT + (3 - i_four) * 4, a_idle)
+            store1(a_size, zero + (4 - 3 * single).to(gl.float32))
+            after = gl.where(zero_int + last == 15, alpha_after, load1(a_scales + 3076 + gl.minimum(last, 14) * 4))
+            scale = gl.where(zero_int + single == 0, after * reciprocal(r_end), 1.0)
             E = _times_all(E, scale)
             J = _times_all(J, scale)
-            M_k, I_k, E, J = _token(
-                M_k, I_k, E, J, t_k, base, a_rows + g * 32, a_keys, a_scales, p_outs + start * (N // 2), warp, lane, nothing
-            )
-            through = _sum_of_warp(_flow(M_k, I_k, E, J, b_prior), lane)
-            _leave(a_flow + t_k * 16, a_idle, through, lane)
+            for i_token in range(4 - 4 * single):
+                M_4, I_4, E, J = _token(
+                    M_4, I_4, E, J, last - i_token, base, a_rows + g * 32, a_keys, a_scales,
+                    p_outs + start * (N // 2), warp, lane, nothing,
+                )  # fmt: skip
+            through = _sum_of_warp(_flow(M_4, I_4, E, J, b_prior), lane)
+            _leave(gl.where(zero_int + single == 0, a_flow + (last - 3) * 16, a_idle), a_idle, through, lane)
+            # or each of them a block
+            for _ in range(single):
+                _put_ones(base, a_scales, last, tid)
+                barrier()
+                a_put = _place_of_pairs(base, tid)
+                _put_scaled(a_rows, a_scales, tid, _from_pairs(a_put), _from_pairs(a_put + 2048))
+                barrier()
+            for i_token in range(4 * single):
+                t_k = last - i_token
+                v_scales, u_scales, kept = _scales_of(a_scales, t, t_k, t_k, lane, c)
+                M_1, I_1, worst = _state(
+                    _load_start(p_start), a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior + zero
+                )
+                scale = gl.where(zero_int + t_k == 15, alpha_after, load1(a_scales + 3076 + gl.minimum(t_k, 14) * 4))
+                E = _times_all(E, scale)
+                J = _times_all(J, scale)
+                M_1, I_1, E, J = _token(
+                    M_1, I_1, E, J, t_k, base, a_rows + g * 32, a_keys, a_scales,
+                    p_outs + start * (N // 2), warp, lane, nothing,
+                )  # fmt: skip
+                through = _sum_of_warp(_flow(M_1, I_1, E, J, b_prior), lane)
+                _leave(a_flow + t_k * 16, a_idle, through, lane)
         ahead = _load_start(p_previous)
         flow = _sum_of_warp(flow, lane)
         _last_token(base, p_outs + start * (N // 2), warp, lane)
-        _leave(gl.where(alone, a_idle, a_flow), a_idle, flow, lane)
+        _leave(gl.where(split, a_idle, a_flow), a_idle, flow, lane)
         barrier()
         dprior_sum = _add_up(base, a_rows, a_scales, warp, lane, b_prior, p_rows + start * P, TP, dprior_sum)
         _put_block(
@@ -714,7 +778,7 @@ def segment_gradients(
         _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
         alpha_after = first
         barrier()
-    gl.store(p_flows + t, _flows_of(base, alone, lane), mask=tid < 16)
+    gl.store(p_flows + t, _flows_of(base, split, lane), mask=tid < 16)
     wait_async(zero_int)  # no copy lands in shared memory after the program's end
     dprior_sum = _sum_of_warp(dprior_sum, lane)
     p_dprior = dprior + (((half * n_bh + i_bh) * NSEG + i_seg) * 4 + warp)
