@@ -23,7 +23,7 @@ from .triton_jit import jit, tl, triton
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
 # Value rows of a program of `sub_chunk_starts`: 2.21 ms with 32, 2.44 with 16, 2.85 with 64
-START_ROWS = 32
+START_ROWS = 16
 # Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 2.6 with 32, 3.0 with 128 and 8 warps) and of one of
 # `carry_keys`, and its keys (0.89 ms; 1.19 with 32 tokens, 0.97 with 128, 0.92 with 128 keys)
 CARRY_TOKENS = 64
