@@ -53,22 +53,22 @@ GROWTH = gl.constexpr(4096.0)  # I / c over 16 tokens, and 1 / c
 
 # Shared memory, in bytes. A token's sums over a lane's elements [4 warps, 6, 32 lanes, 4]: d v and d beta of rows 0 to 3
 # and 4 to 7, dC and dB. Sums over a warp's keys of the first four [17 tokens, 4 warps, 32, 4], and of -Z_I over a lane's
-# elements [16, 128]. Operands of 16 tokens: rows [16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in
+# elements [16, 128]. Operands of 16 tokens: rows [2, 16, (dy, v, u), 64], keys [16, warp, (C, B, B²), 16], x and beta in
 # pairs of tokens, as first operands lie [2, 4, 8, 4, 4]. What was copied for the next 16, in the order in which threads
 # take it [5, 128, 4 words]. Parts of what d log alpha changes by [16, 32].
 ROW_SUMS_AT = gl.constexpr(12288)
 PRIORS_AT = gl.constexpr(47104)
 ROWS_AT = gl.constexpr(55296)
-KEYS_AT = gl.constexpr(67584)
-PAIRS_AT = gl.constexpr(79872)
-RAW_AT = gl.constexpr(83968)
-CHANGES_AT = gl.constexpr(94208)
-FLOWS_AT = gl.constexpr(96256)  # [16, 4 warps]
-IDLE_AT = gl.constexpr(96512)  # a word for each thread that has nothing to say
+KEYS_AT = gl.constexpr(79872)
+PAIRS_AT = gl.constexpr(92160)
+RAW_AT = gl.constexpr(96256)
+CHANGES_AT = gl.constexpr(106496)
+FLOWS_AT = gl.constexpr(108544)  # [16, 4 warps]
+IDLE_AT = gl.constexpr(108800)  # a word for each thread that has nothing to say
 # Of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
-SCALES_AT = gl.constexpr(97024)
-SIZES_AT = gl.constexpr(102144)  # where the 16 tokens are split, of each four of them: tokens that are a block
-WORDS = gl.constexpr(200)  # rows of 128 words
+SCALES_AT = gl.constexpr(109312)
+SIZES_AT = gl.constexpr(114432)  # where the 16 tokens are split, of each four of them: tokens that are a block
+WORDS = gl.constexpr(224)  # rows of 128 words
 MOST_TOKENS = 256
 
 
@@ -660,7 +660,6 @@ def segment_gradients(
     p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
     p_starts = starts + (chunk * (P * N) + half * 256)
     o_start = g * (8 * N) + o_key * 4
-    a_rows = base + ROWS_AT
     a_keys = base + KEYS_AT + warp * 192 + c * 16
     a_pairs = base + PAIRS_AT + c * 512 + g * 64
     k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
@@ -681,16 +680,18 @@ def segment_gradients(
     ahead = _load_start(p_starts + (start // 16 * (P * N) + o_start))
     _put_scales(base, p_dt, p_doc, dt_t, b_A, b_prior, steps, before, tid, n_blocks * 16, HAS_DOC)
     barrier()
+    _put_block(base, base + ROWS_AT, base + SCALES_AT + start * 4, tid, steps - start)
+    previous = gl.maximum(start - 16, 0)
+    _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
+    barrier()
     t = lane % 16
     for i_block in range(n_blocks):
         start = (n_blocks - 1 - i_block) * 16
         previous = gl.maximum(start - 16, 0)
         a_scales = base + SCALES_AT + start * 4
-        _put_block(base, a_rows, a_scales, tid, steps - start)
+        a_rows = base + ROWS_AT + i_block % 2 * 12288
         flow = _flows_of(base, split, lane)  # of the block after this one
         gl.store(p_flows + (start + 16 + t), flow, mask=(tid < 16) & (zero_int + i_block > 0))
-        _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
-        barrier()
         first = load1(a_scales + 3072)
         r_end = load1(a_scales + 1084)
         a_c = a_scales + c * 8
@@ -770,6 +771,11 @@ def segment_gradients(
         _leave(gl.where(split, a_idle, a_flow), a_idle, flow, lane)
         barrier()
         dprior_sum = _add_up(base, a_rows, a_scales, warp, lane, b_prior, p_rows + start * P, TP, dprior_sum)
+        _put_block(
+            base, base + ROWS_AT + (i_block + 1) % 2 * 12288, base + SCALES_AT + previous * 4, tid, steps - previous
+        )
+        before_that = gl.maximum(start - 32, 0)
+        _copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
         alpha_after = first
         barrier()
     gl.store(p_flows + t, _flows_of(base, split, lane), mask=tid < 16)
