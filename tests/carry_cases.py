@@ -1,11 +1,11 @@
-"""The kernels of `hopper_carry.py` and the sum over spans against what they are by definition, in float64."""
+"""The kernels of `hopper_carry.py` and `sum_flows` against what they are by definition, in float64."""
 
 import torch
 
 from helpers import assert_close
 from palimpsa_surgery.kernels import hopper_scan
 from palimpsa_surgery.kernels.decay import document_numbers
-from palimpsa_surgery.kernels.hopper_gradients import NUM_WARPS, ROW_WORDS, SPAN_WORDS
+from palimpsa_surgery.kernels.hopper_gradients import HALVES, NUM_WARPS
 from palimpsa_surgery.kernels.triton_jit import tl
 from scan_cases import Case, Data, make
 
@@ -26,7 +26,7 @@ class Starts:
 
     def __getitem__(self, grid):
         def launch(*arguments, **_):
-            self.found = arguments[5].view(torch.bfloat16)
+            self.found = arguments[9].view(torch.bfloat16)
 
         return launch
 
@@ -108,28 +108,42 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
     bound = start_tolerances[0] * starts.abs() + start_tolerances[1] * magnitudes
     assert ((found - starts).abs() <= bound).all()
 
-    # what the segments' own tokens cause, and NaN where there are none
-    own = normal(2, batch, time, heads, head_dim, seed=2).to(device)
-    rows = torch.full((batch, heads, padded // 16, head_dim, ROW_WORDS), float("nan"), device=device)
-    for i in range(2):
-        words = torch.full((batch, heads, padded, head_dim), float("nan"), device=device)
-        words[:, :, :time] = own[i].transpose(1, 2)
-        words = words.unflatten(2, (-1, 16)).unflatten(4, (-1, 8)).transpose(3, 4)  # [b, h, chunk, p / 8, s, p % 8]
-        rows.view(*words.shape[:4], -1)[..., 128 * i : 128 * i + 128] = words.flatten(4)
-    spans = torch.zeros(batch, heads, padded // 16, NUM_WARPS, SPAN_WORDS, 32, device=device)
-    spans[:, :, -(-time // 16) :] = float("nan")
-    part = normal(2, batch, heads, padded, B.shape[3], seed=3).to(device)
-    before = part[0].sum(1)[:, :time].double()
+    # what the segments' own tokens cause by each half of the keys, and NaN where there are none
+    own = normal(2, HALVES, batch, time, heads, head_dim, seed=2).to(device)
+    rows = torch.full((batch, heads, 2, HALVES, padded, head_dim), float("nan"), device=device)
+    rows[..., :time, :] = own.permute(2, 4, 0, 1, 3, 5)
+    own = own.sum(1)
+    flows = torch.full((HALVES, batch, heads, padded), float("nan"), device=device)
+    flows[..., :time] = own_flow = normal(HALVES, batch, heads, time, seed=3).to(device)
+    dprior = normal(HALVES, batch, heads, segments, NUM_WARPS, seed=4).to(device)
+    total = normal(batch, time, B.shape[3], seed=5).to(device)
+    before = total.double()
     dx, dbeta = (torch.full(x.shape, float("nan"), device=device) for _ in range(2))
     ddt = torch.full(dt.shape, float("nan"), device=device)
     decay = decays(data, exact["log_alpha"]).float()
     scalars = hopper_scan.carry_gradients(
-        x, dt, A, B, beta, doc, states, adjoints, decay, (rows, spans), part, dx, ddt, dbeta, SEGMENT, dot_types
+        x,
+        dt,
+        A,
+        B,
+        beta,
+        doc,
+        states,
+        adjoints,
+        decay,
+        (rows, flows, dprior),
+        total,
+        dx,
+        ddt,
+        dbeta,
+        SEGMENT,
+        dot_types,
     )
     dv += own[0]
     assert_close(dx, exact["dt"][..., None] * dv, tolerance, "dx")
     assert_close(dbeta, du + own[1], tolerance, "dbeta")
-    assert_close(part[0].sum(1)[:, :time].double(), before + dB[:, :, 0], tolerance, "dB")
+    assert_close(total.double(), before + dB[:, :, 0], tolerance, "dB")
+    dlog = dlog + own_flow.sum(0).transpose(1, 2)
     assert_close(ddt, (exact["x"] * dv).sum(-1) - exact["A"] * dlog, tolerance, "ddt")
     dA = -(exact["dt"] * dlog).sum((0, 1))
     if dot_types["DOT"] == tl.float32:
@@ -137,4 +151,4 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
     # rounded, segments err independently of each other, and their sum may be close to nothing
     terms = torch.stack([v.sum(1) for v in (exact["dt"] * dlog).split(SEGMENT, 1)])
     assert (scalars[0] - dA).norm() <= tolerance * terms.norm(), "dA"
-    assert not scalars[1].any()
+    assert_close(scalars[1], dprior.double().sum((0, 1, 3, 4)), 1e-6, "dprior")

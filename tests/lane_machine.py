@@ -102,7 +102,7 @@ class SharedMemory:
         self.writer_warp, self.reader_warp = self.writer.copy(), self.writer.copy()
 
     def warp_barrier(self):
-        """The threads of each warp wait for each other: what they did before is their warp's, or several warps' (-2)."""
+        """The threads of each warp wait for each other: what they did before, their warp did, or several warps (-2)."""
         written, read = self.writer >= 0, self.last_reader >= 0
         self.writer_warp = np.where(written, self.writer // 32, self.writer_warp)
         warp = np.where(self.first_reader // 32 == self.last_reader // 32, self.last_reader // 32, -2)
@@ -130,7 +130,7 @@ class SharedMemory:
             unread = (reader < 0) | (reader == self.thread.size)
             assert (unread | (reader == self.thread)).all(), "a word is written that another thread may not have read"
         warp = self.reader_warp[place]
-        assert ((warp == -1) | (warp == self.thread // 32)).all(), "a word is written that another warp may not have read"
+        assert ((warp == -1) | (warp == self.thread // 32)).all(), "a word is written that another warp may still read"
         (self.copying if copy else self.writer)[place] = self.thread
         self.words[place] = values
 
@@ -181,7 +181,6 @@ class Machine:
             "load4": lambda address: tuple(register(self.shared.read(address + i)) for i in (0, 4, 8, 12)),
             "load4_bits": lambda address: tuple(self._word(address + i) for i in (0, 4, 8, 12)),
             "load1": lambda address: register(self.shared.read(address)),
-            "load1_bits": self._word,
             "load2_bits": lambda address: (self._word(address), self._word(address + 4)),
             "any_of_block": self._any_of_block,
             "prefetch": lambda address: None,
@@ -196,13 +195,10 @@ class Machine:
             "wait_async": lambda zero: self.shared.wait(),
             "reciprocal": lambda x: register(np.float32(1) / x),
             "pack": pack,
-            "times": self._times,
             "low": lambda pair: register(unpack(pair)[0]),
             "high": lambda pair: register(unpack(pair)[1]),
-            "transpose": self._transpose,
             "mma16": lambda a0, a1, a2, a3, b0, b1, acc: self._mma((a0, a1, a2, a3), (b0, b1), acc),
             "mma8": lambda a0, a1, b0, acc: self._mma((a0, a1), (b0,), acc),
-            "mma_tf32": self._mma_tf32,
             "load_scalar": self._scalar,
             "upper": self._upper,
             "beyond": lambda v: register(v - (float_bits(v) & np.uint32(0xFFFF0000)).view(np.float32)),
@@ -260,6 +256,7 @@ class Machine:
 
     def _copy_async(self, address, source: Pointer, size):
         assert (address % size == 0).all()
+        assert (source.offset % (size // 4) == 0).all()
         for i in range(size // 4):
             words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]
             self.shared.write(address + 4 * i, words.numpy().view(np.float32), copy=True)
@@ -274,18 +271,6 @@ class Machine:
         self._store(address, a, condition)
         self._store(address + 1, b, condition)
 
-    @staticmethod
-    def _times(a, b):
-        (a_low, a_high), (b_low, b_high) = unpack(a), unpack(b)
-        return pack(a_low * b_low, a_high * b_high)
-
-    def _transpose(self, pair):
-        matrix = np.zeros((self.threads // 32, 8, 8), np.float32)
-        matrix[self.warp, self.row, 2 * self.column], matrix[self.warp, self.row, 2 * self.column + 1] = unpack(pair)
-        return pack(
-            matrix[self.warp, 2 * self.column, self.row], matrix[self.warp, 2 * self.column + 1, self.row]
-        )  # fmt: skip
-
     def _mma(self, a, b, acc):
         depth = 8 * len(b)
         left = np.zeros((self.threads // 32, 16, depth), np.float32)
@@ -296,19 +281,6 @@ class Machine:
         for i, pair in enumerate(b):
             row = 2 * self.column + 8 * i
             right[self.warp, row, self.row], right[self.warp, row + 1, self.row] = unpack(pair)
-        product = left @ right
-        places = ((self.row + 8 * (i // 2), 2 * self.column + i % 2) for i in range(4))
-        return tuple(register(acc[i] + product[self.warp, *place]) for i, place in enumerate(places))
-
-    def _mma_tf32(self, a, b0, b1, acc):
-        def cut(v):
-            return (float_bits(v) & np.uint32(0xFFFFE000)).view(np.float32)
-
-        left = np.zeros((self.threads // 32, 16, 8), np.float32)
-        for i, value in enumerate(a):
-            left[self.warp, self.row + 8 * (i % 2), self.column + 4 * (i // 2)] = cut(value)
-        right = np.zeros((self.threads // 32, 8, 8), np.float32)
-        right[self.warp, self.column, self.row], right[self.warp, self.column + 4, self.row] = cut(b0), cut(b1)
         product = left @ right
         places = ((self.row + 8 * (i // 2), 2 * self.column + i % 2) for i in range(4))
         return tuple(register(acc[i] + product[self.warp, *place]) for i, place in enumerate(places))
@@ -341,7 +313,7 @@ def load_kernels() -> tuple[Kernel, Kernel]:
     present = sys.modules.get("triton.experimental")
     sys.modules |= {package.__name__: package, "triton.experimental": None}
     try:
-        names = ("lanes", "scaled", "gradients", "read_out")
+        names = ("lanes", "scaled", "block", "token", "gradients", "read_out")
         modules = [importlib.import_module(f"{package.__name__}.hopper_{name}") for name in names]
     finally:
         if present is None:

@@ -68,12 +68,6 @@ def load2_bits(address):
 
 
 @jit
-def load1_bits(address):
-    """A word from shared memory as int32."""
-    return gl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [address], gl.int32, is_pure=False, pack=1)
-
-
-@jit
 def load_scalar(address):
     """A float32 word from shared memory, for all threads."""
     return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
@@ -156,10 +150,13 @@ def warp_barrier():
 
 @jit
 def any_of_block(address):
-    """A barrier; 1 if one of the threads has left more than zero in its word, the first of them at the address, else 0."""
+    """A barrier; 1 for all threads if one has left more than zero in its word, the first's at the address, or else 0.
+
+    That all lanes agree, ptxas believes a vote alone; without it, shuffles in a loop that depends on this are slow.
+    """
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; .reg .b32 a; .reg .f32 v; mov.u32 a, %tid.x; mad.lo.u32 a, a, 4, $1; ld.shared.f32 v, [a]; "
-        "setp.gt.f32 p, v, 0f00000000; barrier.red.or.pred q, 0, p; "
+        "{ .reg .pred p, q; .reg .b32 a; .reg .f32 v; mov.u32 a, %tid.x; mad.lo.u32 a, a, 4, $1; "
+        "ld.shared.f32 v, [a]; setp.gt.f32 p, v, 0f00000000; barrier.red.or.pred q, 0, p; "
         "vote.sync.any.pred q, q, 0xffffffff; selp.s32 $0, 1, 0, q; }",
         "=r,r", [address], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -191,12 +188,6 @@ def pack(low, high):
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
     )
-
-
-@jit
-def times(a, b):
-    """Product of two pairs of bfloat16."""
-    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, is_pure=True, pack=1)
 
 
 @jit
@@ -235,14 +226,6 @@ def from_lane(x, lane):
 
 
 @jit
-def transpose(pair):
-    """An 8 × 8 matrix, row g and columns 2c, 2c + 1 in a lane, transposed."""
-    return gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [pair], gl.int32, is_pure=True, pack=1
-    )
-
-
-@jit
 def mma16(a0, a1, a2, a3, b0, b1, acc):
     """acc + a b, a [16, 16], b [16, 8]."""
     return gl.inline_asm_elementwise(
@@ -264,71 +247,6 @@ def mma8(a0, a1, b0, acc):
 
 
 @jit
-def mma_tf32(a, b0, b1, acc):
-    """acc + a b, a [16, 8], b [8, 8], in float32 of which the products take the first 19 bits.
-
-    The lanes hold a of rows g, g + 8, columns c, and the same of columns c + 4, and b of rows c and c + 4, column g.
-    """
-    return gl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
-        "{$10, $11, $12, $13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        [
-            a[0].to(gl.int32, bitcast=True), a[1].to(gl.int32, bitcast=True), a[2].to(gl.int32, bitcast=True),
-            a[3].to(gl.int32, bitcast=True), b0.to(gl.int32, bitcast=True), b1.to(gl.int32, bitcast=True),
-            acc[0], acc[1], acc[2], acc[3],
-        ],
-        (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@jit
 def scaled(v, factor):
     """A fragment times a factor."""
     return (v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor)
-
-
-@jit
-def square4(v):
-    """Squares of four pairs."""
-    return (times(v[0], v[0]), times(v[1], v[1]), times(v[2], v[2]), times(v[3], v[3]))
-
-
-@jit
-def operand(pointer, pointer8):
-    """[16 tokens, 16 keys] as first operand, from the addresses of tokens g and g + 8, key 2c, in pairs of keys."""
-    return (gl.load(pointer), gl.load(pointer8), gl.load(pointer + 4), gl.load(pointer8 + 4))
-
-
-@jit
-def transpose_operand(v):
-    """The first operand [16, 16] of the transposed matrix."""
-    return (transpose(v[0]), transpose(v[2]), transpose(v[1]), transpose(v[3]))
-
-
-@jit
-def states(keys, w00, w01, w11, in0, in1, initial):
-    """A state as [32 keys, 16 tokens], four fragments: keys times written values [s, t] and starts' decays [p, t].
-
-    `keys`: two first operands [n, k], whose k are the tokens s < 8 and then the eight rows' starting states, and the
-    later tokens of the same keys. Products that wait for each other lie apart.
-    """
-    a, b, late_a, late_b = keys
-    v01 = mma16(a[0], a[1], a[2], a[3], w01, in1, initial)
-    v11 = mma16(b[0], b[1], b[2], b[3], w01, in1, initial)
-    v00 = mma16(a[0], a[1], a[2], a[3], w00, in0, initial)
-    v10 = mma16(b[0], b[1], b[2], b[3], w00, in0, initial)
-    v01 = mma8(late_a[0], late_a[1], w11, v01)
-    v11 = mma8(late_b[0], late_b[1], w11, v11)
-    return v00, v01, v10, v11
-
-
-@jit
-def keys_and_starts(K0, K1, starts):
-    """What `states` takes: from the keys [n, s] as first operands for 16 keys each, and the starting states [n, p]."""
-    return (
-        (K0[0], K0[1], starts[0], starts[1]),
-        (K1[0], K1[1], starts[2], starts[3]),
-        (K0[2], K0[3]),
-        (K1[2], K1[3]),
-    )

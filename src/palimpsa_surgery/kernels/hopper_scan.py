@@ -122,7 +122,8 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
     segment_gradients_kernel[(HALVES * segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, documents, dy, starts.view(torch.int32), adjoints, rows, keys.view(torch.int32), flows, dprior,
+        x, dt, beta, A, B, C, I_prior, documents, dy, starts.view(torch.int32), adjoints,
+        rows, keys.view(torch.int32), flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
         time, padded, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -1,0 +1,239 @@
+"""What the 16 tokens of a block bring to `hopper_gradients.py`: where it lies in shared memory, how it gets there."""
+
+from .hopper_lanes import (
+    barrier,
+    copy_async,
+    from_lane,
+    gl,
+    high,
+    jit,
+    load1,
+    load2_bits,
+    load4_bits,
+    low,
+    reciprocal,
+    store1,
+    store2_bits,
+    store4,
+    wait_async,
+)
+
+# Shared memory of 128 threads, in bytes. First a token's sums over a lane's elements [4 warps, 6, 32 lanes, 4]: d v of
+# rows 0 to 3 and 4 to 7, d beta, dC and dB. Then those of d v and d beta over a warp's keys [17 tokens, 4, 32, 4], and
+# of -Z_I over a lane's elements [16, 128].
+ROW_SUMS_AT = gl.constexpr(12288)
+PRIORS_AT = gl.constexpr(47104)
+# Operands: rows of this block and of the next [2, 16, (dy, v, u), 64], keys [16, 4 warps, (C, B, B²), 16], and x and
+# beta in pairs of tokens, as first operands of products lie [2, 4, 8, 4, 4].
+ROWS_AT = gl.constexpr(55296)
+KEYS_AT = gl.constexpr(79872)
+PAIRS_AT = gl.constexpr(92160)
+# x, beta, dy, B and C as they were copied, in the order in which threads take them [5, 128, 4 words]
+RAW_AT = gl.constexpr(96256)
+CHANGES_AT = gl.constexpr(106496)  # what d log alpha changes by, in parts [16, 32]
+FLOWS_AT = gl.constexpr(108544)  # what flows through a token [16, 4 warps]
+IDLE_AT = gl.constexpr(108800)  # a word for each thread that has nothing to say
+SCALES_AT = gl.constexpr(109312)  # of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
+SIZES_AT = gl.constexpr(114432)  # where the 16 tokens are split, of each four of them: tokens that are a block
+WORDS = gl.constexpr(224)  # rows of 128 words
+
+
+@jit
+def copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps):
+    """Begin to copy what 16 tokens bring: two tokens' four rows, and eight keys of one, a thread."""
+    a = base + RAW_AT + tid * 16
+    t0 = gl.minimum(start + tid // 16 * 2, steps - 1)
+    t1 = gl.minimum(start + tid // 16 * 2 + 1, steps - 1)
+    o = tid % 16 * 2
+    copy_async(a, p_x + (t0 * x_t + o), 8)
+    copy_async(a + 8, p_x + (t1 * x_t + o), 8)
+    copy_async(a + 2048, p_beta + (t0 * beta_t + o), 8)
+    copy_async(a + 2056, p_beta + (t1 * beta_t + o), 8)
+    copy_async(a + 4096, p_dy + (t0 * dy_t + o), 8)
+    copy_async(a + 4104, p_dy + (t1 * dy_t + o), 8)
+    t0 = gl.minimum(start + tid // 8, steps - 1)
+    o = tid % 8 * 4
+    copy_async(a + 6144, p_B + (t0 * B_t + o), 16)
+    copy_async(a + 8192, p_C + (t0 * C_t + o), 16)
+
+
+@jit
+def _put_rows(a, raw, scale0, scale1):
+    """Two tokens' four rows as float32."""
+    store4(a, (low(raw[0]) * scale0, high(raw[0]) * scale0, low(raw[1]) * scale0, high(raw[1]) * scale0))
+    store4(a + 768, (low(raw[2]) * scale1, high(raw[2]) * scale1, low(raw[3]) * scale1, high(raw[3]) * scale1))
+
+
+@jit
+def _put_pairs(a, raw):
+    """Two tokens' four rows as pairs of the tokens."""
+    store2_bits(a, (raw[0] & 65535) | (raw[2] << 16), ((raw[0] >> 16) & 65535) | (raw[2] & -65536))
+    store2_bits(a + 16, (raw[1] & 65535) | (raw[3] << 16), ((raw[1] >> 16) & 65535) | (raw[3] & -65536))
+
+
+@jit
+def _unless_past(raw, t, steps):
+    """Zero for tokens after the last."""
+    return (
+        gl.where(t < steps, raw[0], 0),
+        gl.where(t < steps, raw[1], 0),
+        gl.where(t + 1 < steps, raw[2], 0),
+        gl.where(t + 1 < steps, raw[3], 0),
+    )
+
+
+@jit
+def _put_scaled(a_rows, a_scales, tid, x, u):
+    """v and u of 16 tokens, from x and beta as `_copy_block` brings them."""
+    pair = tid // 16 * 2
+    a = a_rows + pair * 768 + tid % 16 * 16
+    a_pair = a_scales + pair * 4
+    _put_rows(a + 256, x, load1(a_pair), load1(a_pair + 4))
+    _put_rows(a + 512, u, load1(a_pair + 1024), load1(a_pair + 1028))
+
+
+@jit
+def _from_pairs(a):
+    """What `_put_pairs` has put there."""
+    r0, r1 = load2_bits(a)
+    r2, r3 = load2_bits(a + 16)
+    return (
+        (r0 & 65535) | (r1 << 16),
+        (r2 & 65535) | (r3 << 16),
+        ((r0 >> 16) & 65535) | (r1 & -65536),
+        ((r2 >> 16) & 65535) | (r3 & -65536),
+    )
+
+
+@jit
+def _put_eight(a, raw):
+    """Eight keys of a token, as float32."""
+    store4(a, (low(raw[0]), high(raw[0]), low(raw[1]), high(raw[1])))
+    store4(a + 16, (low(raw[2]), high(raw[2]), low(raw[3]), high(raw[3])))
+
+
+@jit
+def _squares(a, b):
+    return (low(a) * low(a), high(a) * high(a), low(b) * low(b), high(b) * high(b))
+
+
+@jit
+def _put_keys(base, tid):
+    """C, B and B² of 16 tokens."""
+    a = base + RAW_AT + tid * 16
+    a_keys = base + KEYS_AT + tid // 8 * 768 + tid % 8 // 2 * 192 + tid % 2 * 32
+    b = load4_bits(a + 6144)
+    _put_eight(a_keys, load4_bits(a + 8192))
+    _put_eight(a_keys + 64, b)
+    store4(a_keys + 128, _squares(b[0], b[1]))
+    store4(a_keys + 144, _squares(b[2], b[3]))
+
+
+@jit
+def _place_of_pairs(base, tid):
+    return base + PAIRS_AT + tid // 16 % 4 * 512 + tid % 16 * 32 + tid // 64 * 8
+
+
+@jit
+def put_block(base, a_rows, a_scales, tid, left):
+    """Operands of 16 tokens, of which the first `left` are the sequence's, from where they were copied."""
+    wait_async(tid * 0)
+    a = base + RAW_AT + tid * 16
+    pair = tid // 16 * 2
+    x = _unless_past(load4_bits(a), pair, left)
+    u = _unless_past(load4_bits(a + 2048), pair, left)
+    dy = _unless_past(load4_bits(a + 4096), pair, left)
+    one = (tid * 0).to(gl.float32) + 1.0
+    _put_rows(a_rows + pair * 768 + tid % 16 * 16, dy, one, one)
+    _put_scaled(a_rows, a_scales, tid, x, u)
+    a_put = _place_of_pairs(base, tid)
+    _put_pairs(a_put, x)
+    _put_pairs(a_put + 2048, u)
+    _put_keys(base, tid)
+
+
+@jit
+def put_scales(base, p_dt, p_doc, dt_t, A, prior, steps, before, tid, n_tokens, HAS_DOC: gl.constexpr):
+    """What only dt decides, of all the segment's tokens: one a thread, and 16 threads a block."""
+    lane = tid % 32
+    t = tid % 16
+    for i in range(gl.cdiv(n_tokens, 128)):
+        token = i * 128 + tid
+        o = gl.minimum(token, steps - 1)
+        dt = gl.where(token < steps, gl.load(p_dt + o * dt_t), 0.0)
+        alpha = gl.exp(-A * dt)
+        if HAS_DOC:
+            goes_on = gl.load(p_doc + o) == gl.load(p_doc + gl.maximum(o - 1, before))
+            alpha = gl.where(goes_on | (token >= steps), alpha, 0.0)
+        kept = gl.where(t == 0, 1.0, alpha)
+        for k in gl.static_range(4):
+            kept = gl.where(t >= 1 << k, kept * from_lane(kept, lane - (1 << k)), kept)
+        r = reciprocal(kept)
+        a = base + SCALES_AT + token * 4
+        store1(a, dt * r)
+        store1(a + 1024, r)
+        store1(a + 2048, gl.where(t == 0, 0.0, prior * (r - from_lane(r, lane - 1))))
+        store1(a + 3072, alpha)
+        store1(a + 4096, dt)
+
+
+@jit
+def _put_scales_if(base, a_scales, tid, condition, v_scale, u_scale, dq):
+    """Three scales of a thread's token, if the condition holds."""
+    a = gl.where(condition, a_scales + tid % 16 * 4, base + IDLE_AT + tid * 4)
+    store1(a, v_scale)
+    store1(gl.where(condition, a + 1024, a), u_scale)
+    store1(gl.where(condition, a + 2048, a), dq)
+
+
+@jit
+def put_fours(base, a_scales, prior, tid):
+    """The block's scales where four tokens are a block."""
+    t = tid % 16
+    lane = tid % 32
+    dt = load1(a_scales + 4096 + t * 4)
+    kept = gl.where(t % 4 == 0, 1.0, load1(a_scales + 3072 + t * 4))
+    for k in gl.static_range(2):
+        kept = gl.where(t % 4 >= 1 << k, kept * from_lane(kept, lane - (1 << k)), kept)
+    r = reciprocal(kept)
+    dq = gl.where(t % 4 == 0, 0.0, prior * (r - from_lane(r, lane - 1)))
+    _put_scales_if(base, a_scales, tid, tid < 16, dt * r, r, dq)
+
+
+@jit
+def put_ones(base, a_scales, first, tid):
+    """The scales of four tokens of which each is a block."""
+    t = tid % 16
+    dt = load1(a_scales + 4096 + t * 4)
+    _put_scales_if(base, a_scales, tid, (tid < 16) & (t // 4 == first // 4), dt, dt * 0.0 + 1.0, dt * 0.0)
+
+
+@jit
+def _of_column(v, c):
+    """Of one value for each token, a lane each, those of tokens 2 c, 2 c + 1, 2 c + 8 and 2 c + 9."""
+    return from_lane(v, 2 * c), from_lane(v, 2 * c + 1), from_lane(v, 2 * c + 8), from_lane(v, 2 * c + 9)
+
+
+@jit
+def scales_of(a_scales, t, first, last, lane, c):
+    """For the state after token `last` of a block from `first` on: scales of v and u, how much of the start is kept.
+
+    That, and the scales of tokens before the block, are decays to its first token.
+    """
+    later = gl.where(t <= first, load1(a_scales + 3072 + t * 4), 1.0)
+    for i in gl.static_range(4):
+        later = gl.where(t < 16 - (1 << i), later * from_lane(later, lane + (1 << i)), later)
+    kept = from_lane(later, lane * 0)
+    later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
+    u = gl.where(t < first, later, gl.where(t <= last, load1(a_scales + 1024 + t * 4), 0.0))
+    v = u * load1(a_scales + 4096 + t * 4)
+    return _of_column(v, c), _of_column(u, c), kept
+
+
+@jit
+def rescale(base, a_rows, a_scales, tid):
+    """v and u anew, with other scales."""
+    barrier()
+    a = _place_of_pairs(base, tid)
+    _put_scaled(a_rows, a_scales, tid, _from_pairs(a), _from_pairs(a + 2048))
+    barrier()

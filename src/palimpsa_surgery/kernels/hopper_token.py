@@ -1,0 +1,220 @@
+"""One token of `hopper_gradients.py`, from the last to the first, and the sums that it leaves."""
+
+from .hopper_block import CHANGES_AT, FLOWS_AT, PRIORS_AT, ROW_SUMS_AT, SIZES_AT
+from .hopper_lanes import (
+    from_lane,
+    gl,
+    jit,
+    load1,
+    load4,
+    pack,
+    reciprocal,
+    store1,
+    store4,
+    store_global2_if,
+    store_global4,
+    warp_barrier,
+)
+
+
+@jit
+def add4(a, b):
+    """Sum of fours."""
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+
+
+@jit
+def times4(a, factor):
+    """Four times a factor."""
+    return (a[0] * factor, a[1] * factor, a[2] * factor, a[3] * factor)
+
+
+@jit
+def _element(M, I, E, J, C, B, S, dy, v, u, dq):
+    """One element: what it was before the token, adjoints with the token (J = -E_I), M / I and -Z_I / dy."""
+    r = reciprocal(I)
+    m = M * r
+    z = C * r
+    w = z * m
+    return M - v * B, I - u * S - dq, E + dy * z, J + dy * w, m, w
+
+
+@jit
+def _row(M, I, E, J, C, B, S, dy, v, u, dq, sums):
+    """A row's four keys; adds to `sums`: dC, dB by M and by I for each key, and -Z_I; d v and d beta."""
+    M0, I0, E0, J0, m0, w0 = _element(M[0], I[0], E[0], J[0], C[0], B[0], S[0], dy, v, u, dq)
+    M1, I1, E1, J1, m1, w1 = _element(M[1], I[1], E[1], J[1], C[1], B[1], S[1], dy, v, u, dq)
+    M2, I2, E2, J2, m2, w2 = _element(M[2], I[2], E[2], J[2], C[2], B[2], S[2], dy, v, u, dq)
+    M3, I3, E3, J3, m3, w3 = _element(M[3], I[3], E[3], J[3], C[3], B[3], S[3], dy, v, u, dq)
+    dC, dB, G, zs = sums
+    dC = (dC[0] + dy * m0, dC[1] + dy * m1, dC[2] + dy * m2, dC[3] + dy * m3)
+    dB = (dB[0] + E0 * v, dB[1] + E1 * v, dB[2] + E2 * v, dB[3] + E3 * v)
+    G = (G[0] + J0 * u, G[1] + J1 * u, G[2] + J2 * u, G[3] + J3 * u)
+    zs = zs + dy * ((w0 + w1) + (w2 + w3))
+    dv = E0 * B[0] + E1 * B[1] + E2 * B[2] + E3 * B[3]
+    du = J0 * S[0] + J1 * S[1] + J2 * S[2] + J3 * S[3]
+    return (M0, M1, M2, M3), (I0, I1, I2, I3), (E0, E1, E2, E3), (J0, J1, J2, J3), (dC, dB, G, zs), dv, du
+
+
+@jit
+def _load_row_sums(a_sums, lane):
+    """A token's d v or d beta of four rows, from the four lanes that have parts of it."""
+    a = a_sums + lane // 8 * 512 + lane % 8 * 64
+    turn = lane % 8 // 2
+    return (
+        load4(a + turn * 16),
+        load4(a + (turn + 1) % 4 * 16),
+        load4(a + (turn + 2) % 4 * 16),
+        load4(a + (turn + 3) % 4 * 16),
+    )
+
+
+@jit
+def _load_key_sums(a_sums, lane):
+    """A token's dC or dB of four keys, from four of the eight lanes that have parts of it; lane ^ 8 has the others."""
+    q = lane // 4 % 2
+    a = a_sums + 2048 + q * 512 + lane // 8 % 2 * 256 + lane % 4 * 16
+    return (load4(a + q * 64), load4(a + (1 + q) * 64), load4(a + (2 + q) % 4 * 64), load4(a + (3 + q) % 4 * 64))
+
+
+@jit
+def _once_known(address, value, nothing):
+    """The address, once the value is known: keeps loads from being scheduled all at once. `nothing` is zero."""
+    return address | (value.to(gl.int32, bitcast=True) & nothing)
+
+
+@jit
+def _total(parts):
+    return add4(add4(parts[0], parts[1]), add4(parts[2], parts[3]))
+
+
+@jit
+def _put_key_sums(parts, pointer, present, lane):
+    total = _total(parts)
+    other = lane ^ 8
+    total = (
+        total[0] + from_lane(total[0], other),
+        total[1] + from_lane(total[1], other),
+        total[2] + from_lane(total[2], other),
+        total[3] + from_lane(total[3], other),
+    )
+    store_global2_if(pointer, pack(total[0], total[1]), pack(total[2], total[3]), present)
+
+
+@jit
+def _load_rows(a_rows):
+    """dy, v and u of four rows."""
+    return load4(a_rows), load4(a_rows + 256), load4(a_rows + 512)
+
+
+@jit
+def _half(M, I, E, J, C, B, S, dq, sums, rows, half: gl.constexpr):
+    """Rows 0 to 3 or 4 to 7 of a lane's eight."""
+    dy, v, u = rows
+    M_new = ()
+    I_new = ()
+    E_new = ()
+    J_new = ()
+    dv = ()
+    du = ()
+    for i in gl.static_range(4):
+        M_j, I_j, E_j, J_j, sums, dv_j, du_j = _row(
+            M[4 * half + i], I[4 * half + i], E[4 * half + i], J[4 * half + i], C, B, S, dy[i], v[i], u[i], dq, sums
+        )
+        M_new += (M_j,)
+        I_new += (I_j,)
+        E_new += (E_j,)
+        J_new += (J_j,)
+        dv += (dv_j,)
+        du += (du_j,)
+    return M_new, I_new, E_new, J_new, sums, dv, du
+
+
+@jit
+def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, nothing):
+    """Token t. While it is worked on, what lanes left of token t + 1 is summed over the warp."""
+    a_sums = base + warp * 3072
+    a_rows = a_rows + t * 768
+    a_out = a_sums + lane * 16
+    zero = (lane * 0).to(gl.float32)
+    zeros = (zero, zero, zero, zero)
+    sums = (zeros, zeros, zeros, zero)
+    warp_barrier()
+    C = load4(a_keys + t * 768)
+    rows = _load_rows(a_rows)
+    B = load4(a_keys + t * 768 + 64)
+    S = load4(a_keys + t * 768 + 128)
+    dq = load1(a_scales + 2048 + t * 4)
+    M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 0)
+    row_sums = _load_row_sums(_once_known(a_sums, J0[2][0], nothing), lane)
+    key_sums = _load_key_sums(_once_known(a_sums, J0[3][3], nothing), lane)
+    warp_barrier()
+    store4(base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, _total(row_sums))
+    store4(a_out, dv)
+    store4(a_out + 1024, du)
+    rows = _load_rows(a_rows + 16)
+    M1, I1, E1, J1, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 1)
+    _put_key_sums(key_sums, p_keys + (t + 1) * 64, lane * 0 + t < 15, lane)
+    store4(a_out + 512, dv)
+    store4(a_out + 1536, du)
+    dC, dB, G, z = sums
+    store4(a_out + 2048, dC)
+    # G is that of -E_I
+    dB = (
+        dB[0] - (B[0] + B[0]) * G[0],
+        dB[1] - (B[1] + B[1]) * G[1],
+        dB[2] - (B[2] + B[2]) * G[2],
+        dB[3] - (B[3] + B[3]) * G[3],
+    )
+    store4(a_out + 2560, dB)
+    store1(_once_known(base + PRIORS_AT + t * 512 + warp * 128 + lane * 4, z, nothing), z)
+    return M0 + M1, I0 + I1, E0 + E1, J0 + J1
+
+
+@jit
+def last_token(base, p_keys, warp, lane):
+    """What is left of token 0."""
+    warp_barrier()
+    a_sums = base + warp * 3072
+    store4(base + ROW_SUMS_AT + warp * 512 + lane * 16, _total(_load_row_sums(a_sums, lane)))
+    _put_key_sums(_load_key_sums(a_sums, lane), p_keys, lane * 0 == 0, lane)
+
+
+@jit
+def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, TP, dprior):
+    """Sums over warps, of four tokens by each: d v and d beta to where they go; returns dprior with -Z_I."""
+    s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
+    g = lane % 8
+    sign = gl.where(s < 2, 1.0, -1.0)
+    for i in gl.static_range(4):
+        t = 4 * i + warp
+        a = base + ROW_SUMS_AT + t * 2048 + lane * 16
+        total = add4(add4(load4(a), load4(a + 512)), add4(load4(a + 1024), load4(a + 1536)))
+        total = times4(total, sign)
+        operand = load4(a_rows + 256 + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
+        r = load1(a_scales + 1024 + t * 4)
+        z = load4(base + PRIORS_AT + t * 512 + lane * 16)
+        z = r * ((z[0] + z[1]) + (z[2] + z[3]))
+        change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
+        store1(base + CHANGES_AT + t * 128 + lane * 4, change - prior * z)
+        store_global4(p_rows + ((s // 2 * 2 * TP + t) * 64 + g * 8 + s % 2 * 4), times4(total, r))
+        dprior = dprior + z
+    return dprior
+
+
+@jit
+def flows_of(base, split, lane):
+    """d log alpha of 16 tokens, one a lane: what flows through the first token of its block, and the changes since."""
+    t = lane % 16
+    change = (lane * 0).to(gl.float32)
+    for i in gl.static_range(4):
+        v = load4(base + CHANGES_AT + t * 128 + (lane // 16 * 4 + i + t) % 8 * 16)
+        change = change + ((v[0] + v[1]) + (v[2] + v[3]))
+    change = change + from_lane(change, lane ^ 16)
+    fours = load1(base + SIZES_AT + t // 4 * 4) > 1.0
+    first = gl.where(split, gl.where(fours, t // 4 * 4, t), 0)
+    change = gl.where(t > first, from_lane(change, lane - 1), 0.0)
+    for i in gl.static_range(4):
+        change = change + gl.where(t - (1 << i) > first, from_lane(change, lane - (1 << i)), 0.0)
+    v = load4(base + FLOWS_AT + first * 16)
+    return (v[0] + v[1]) + (v[2] + v[3]) + change
