@@ -23,10 +23,8 @@ def emulate(
 
     Args:
         dtype: type to round to; None rounds nothing, so that the result is the recurrence's own.
-        tuned: round what the Hopper kernels round, which leave more to the tensor cores: both factors of decay ∘ (dt x)
-            and decay ∘ beta, the state at a sub-chunk's start and its decay, and decay ∘ Q before it is summed. What a
-            sub-chunk adds to the next one's starting state is not rounded, what it adds to its own start's adjoint is
-            cut off to TF32, and what the adjoint after a segment causes is a product of its own.
+        tuned: round what the Hopper kernels round: the state at a sub-chunk's start, though not what the sub-chunk adds
+            to it, dB and dC of each head, and what products take that add what the adjoint after a segment causes.
         segment: tokens of such a segment, a multiple of a sub-chunk's.
 
     Returns:
@@ -42,8 +40,8 @@ def emulate(
     def r_tuned(v: Tensor) -> Tensor:
         return r(v) if tuned else v
 
-    def cut(v: Tensor) -> Tensor:  # to the bits that a TF32 product takes of a float32
-        return v if dtype is None else (v.float().view(torch.int32) & -0x2000).view(torch.float32).double()
+    def r_portable(v: Tensor) -> Tensor:
+        return v if tuned else r(v)
 
     def by_head(v: Tensor) -> Tensor:  # [b, t, h, ...] to [b, h, t, ...]
         return v.double().transpose(1, 2)
@@ -69,11 +67,8 @@ def emulate(
         return decay_within(log_alpha[..., now], here), decay_from_start(log_alpha[..., now], here, before)
 
     def states(written: Tensor, key: Tensor, D: Tensor, start: Tensor, state: Tensor) -> Tensor:  # [b, h, t, p, n]
-        fed = weights(written, D).transpose(-1, -2) @ r(key)[:, :, None]
-        return fed + r_tuned(start)[..., None, None] * r_tuned(state)[:, :, None]
-
-    def weights(written: Tensor, D: Tensor) -> Tensor:  # [b, h, t, s, p]
-        return r(r_tuned(D)[..., None] * r_tuned(written)[:, :, None])
+        weights = r_portable(D[..., None] * written[:, :, None])  # [b, h, t, s, p]
+        return weights.transpose(-1, -2) @ r_portable(key)[:, :, None] + start[..., None, None] * state[:, :, None]
 
     y, var, starts = torch.empty_like(x), torch.empty_like(x), []
     for now in spans:
@@ -120,6 +115,7 @@ def emulate(
         if tuned and (now.stop == time or now.stop % segment == 0):
             late, E = E, [torch.zeros_like(M), torch.zeros_like(M)]
         D, start = decays(now)
+        state = [r_tuned(v) for v in state]
         end = D[..., -1, :]
         all_M = states(value[:, :, now], B[:, :, now], D, start, state[0])
         inverse = 1 / (prior + states(beta[:, :, now], squares[:, :, now], D, start, state[1]))
@@ -128,31 +124,27 @@ def emulate(
         Z_I = -Z * mean - dvar[:, :, now, :, None] * (query[..., None, :] * inverse).square()
         dC[:, :, now] = torch.einsum("bhtp,bhtpn->bhtn", dy[:, :, now], mean)
         dC[:, :, now] += 2 * query * torch.einsum("bhtp,bhtpn->bhtn", dvar[:, :, now], inverse)
+        dC[:, :, now] = r_tuned(dC[:, :, now])
         dprior += Z_I.sum((0, 2, 3, 4))
         # Sums over the spans of one state; then [b, h, s, t] spans, [b, h, t] from the start, [b, h, s] to the end.
         dwritten, dkey = [], []
         for i, (direct, written, key) in enumerate(((Z, value, B), (Z_I, beta, squares))):
-            written, key, rounded = written[:, :, now], key[:, :, now], r(direct)
-            Q = torch.einsum("bhsn,bhtpn->bhpst", r(key), rounded) * D.transpose(-1, -2)[:, :, None]
-            leaving = end[..., None] * (r(key) @ r(E[i]).transpose(-1, -2))  # [b, h, s, p]
+            written, key, rounded = written[:, :, now], key[:, :, now], r_portable(direct)
+            Q = torch.einsum("bhsn,bhtpn->bhpst", r_portable(key), rounded) * D.transpose(-1, -2)[:, :, None]
+            leaving = end[..., None] * (r_portable(key) @ r_portable(E[i]).transpose(-1, -2))  # [b, h, s, p]
             within = torch.einsum("bhpst,bhsp->bhst", Q, written)
-            begun = start * torch.einsum("bhtpn,bhpn->bht", r_tuned(direct), r_tuned(state[i]))
-            whole = start[..., -1] * (r_tuned(E[i]) * r_tuned(state[i])).sum((-1, -2))
+            begun = start * torch.einsum("bhtpn,bhpn->bht", direct, state[i])
+            whole = start[..., -1] * (E[i] * state[i]).sum((-1, -2))
             dlog[..., now] += within.flip(-1).cumsum(-1).flip(-1).triu(1).sum(-2)
             dlog[..., now] += begun.flip(-1).cumsum(-1).flip(-1) + whole[..., None]
             lost = (leaving * written).sum(-1)
             dlog[..., now] += lost.cumsum(-1) - lost
-            if tuned:
-                dkey.append(torch.einsum("bhtpn,bhtsp->bhsn", rounded, weights(written, D)))
-                dkey[-1] += r(end[..., None] * written) @ r(E[i])
-                E[i] = start[..., -1, None, None] * E[i] + torch.einsum("bhtpn,bht->bhpn", cut(direct), cut(start))
-            else:
-                total = torch.einsum("bhtpn,bhts->bhspn", rounded, r(D)) + end[..., None, None] * E[i][:, :, None]
-                dkey.append(torch.einsum("bhsp,bhspn->bhsn", written, total))
-                E[i] = start[..., 0, None, None] * total[:, :, 0]
-            dwritten.append(r_tuned(Q).sum(-1).transpose(-1, -2) + leaving)
+            total = torch.einsum("bhtpn,bhts->bhspn", rounded, r_portable(D)) + end[..., None, None] * E[i][:, :, None]
+            dkey.append(torch.einsum("bhsp,bhspn->bhsn", written, total))
+            E[i] = start[..., 0, None, None] * total[:, :, 0]
+            dwritten.append(Q.sum(-1).transpose(-1, -2) + leaving)
         dvalue[:, :, now], dbeta[:, :, now] = dwritten
-        dB[:, :, now] = dkey[0] + 2 * B[:, :, now] * dkey[1]
+        dB[:, :, now] = r_tuned(dkey[0] + 2 * B[:, :, now] * dkey[1])
         if tuned and now.start % segment == 0:
             whole = slice(now.start, min(now.start + segment, time))
             carry(whole, state)

@@ -54,20 +54,22 @@ torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)
 {case}
 expected = differentiate_exactly(palimpsa_scan_reference, data, False)
 names = ("x", "dt", "A", "B", "C", "beta", "I_prior", "D", "initial_state")
-arguments = [data.arguments[name] for name in names]
-documents = document_numbers(data.seq_idx).to(torch.int32)
+arguments = [data.arguments.get(name) for name in names]
+documents = None if data.seq_idx is None else document_numbers(data.seq_idx).to(torch.int32)
 y, final_state, _ = triton_scan._forward(*arguments, documents, False)
 assert_close(y, expected["y"], 2e-3, "y")
 assert_close(final_state, expected["final_state"], 1e-6, "final_state")
 gradients = triton_scan._backward(*arguments, documents, data.dy, data.dfinal, None)
 # sums over all tokens, rows and keys, which cancel
-tolerances = {{"A": 3e-2, "I_prior": 3e-2}}
+tolerances = {{"A": 8e-3, "I_prior": 8e-3}}
 for name, gradient in zip(names, gradients, strict=True):
-    assert_close(gradient, expected["d" + name], tolerances.get(name, 6e-3), "d" + name)
+    if gradient is not None:
+        assert_close(gradient, expected["d" + name], tolerances.get(name, 3e-3), "d" + name)
 """
 
 
-# Two segments; three, of which the last two go on with a document that begins in the first and decays slowly
+# Two segments; three, of which the last two go on with a document that begins in the first and decays slowly; of 24
+# tokens each, alpha is 1e-3, 0, 1 and as usual; states that outgrow what was there at a token
 CASES = {
     "documents": """
 triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
@@ -78,6 +80,15 @@ triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 16
 data = make(Case(1, 40, 1, 64, 128, 1, torch.bfloat16, initial=True, skip=True))
 data.arguments["A"] *= 0.1
 data.seq_idx = (torch.arange(40) >= 5)[None].int()
+""",
+    "stretches": """
+triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
+data = make(Case(1, 100, 1, 64, 128, 1, torch.bfloat16, initial=True, extreme="stretches"))
+""",
+    "outgrown": """
+triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 32
+data = make(Case(1, 30, 1, 64, 128, 1, torch.bfloat16, initial=True, extreme="large B"))
+data.arguments["I_prior"] *= 1e-3
 """,
 }
 
