@@ -113,8 +113,11 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
     rows = torch.full((batch, heads, 2, HALVES, padded, head_dim), float("nan"), device=device)
     rows[..., :time, :] = own.permute(2, 4, 0, 1, 3, 5)
     own = own.sum(1)
-    flows = torch.full((HALVES, batch, heads, padded), float("nan"), device=device)
-    flows[..., :time] = own_flow = normal(HALVES, batch, heads, time, seed=3).to(device)
+    changes = torch.full((HALVES, batch, heads, padded), float("nan"), device=device)
+    changes[..., :time] = normal(HALVES, batch, heads, time, seed=3).to(device)
+    known = torch.arange(time, device=device) % SEGMENT % 23 == 0
+    flows = torch.full((HALVES, batch, heads, padded, NUM_WARPS), float("nan"), device=device)
+    flows[..., :time, :][..., known, :] = normal(HALVES, batch, heads, int(known.sum()), NUM_WARPS, seed=6).to(device)
     dprior = normal(HALVES, batch, heads, segments, NUM_WARPS, seed=4).to(device)
     total = normal(batch, time, B.shape[3], seed=5).to(device)
     before = total.double()
@@ -131,7 +134,7 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
         states,
         adjoints,
         decay,
-        (rows, flows, dprior),
+        (rows, changes, flows, dprior),
         total,
         dx,
         ddt,
@@ -143,7 +146,10 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
     assert_close(dx, exact["dt"][..., None] * dv, tolerance, "dx")
     assert_close(dbeta, du + own[1], tolerance, "dbeta")
     assert_close(total.double(), before + dB[:, :, 0], tolerance, "dB")
-    dlog = dlog + own_flow.sum(0).transpose(1, 2)
+    value = None
+    for t in range(time):
+        value = flows[..., t, :].double().sum((0, -1)) if known[t] else value + changes[..., t - 1].double().sum(0)
+        dlog[:, t] += value
     assert_close(ddt, (exact["x"] * dv).sum(-1) - exact["A"] * dlog, tolerance, "ddt")
     dA = -(exact["dt"] * dlog).sum((0, 1))
     if dot_types["DOT"] == tl.float32:

@@ -30,12 +30,9 @@ KEYS_AT = gl.constexpr(79872)
 PAIRS_AT = gl.constexpr(92160)
 # x, beta, dy, B and C as they were copied, in the order in which threads take them [5, 128, 4 words]
 RAW_AT = gl.constexpr(96256)
-CHANGES_AT = gl.constexpr(106496)  # what d log alpha changes by, in parts [16, 32]
-FLOWS_AT = gl.constexpr(108544)  # what flows through a token [16, 4 warps]
-IDLE_AT = gl.constexpr(108800)  # a word for each thread that has nothing to say
-SCALES_AT = gl.constexpr(109312)  # of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
-SIZES_AT = gl.constexpr(114432)  # where the 16 tokens are split, of each four of them: tokens that are a block
-WORDS = gl.constexpr(224)  # rows of 128 words
+IDLE_AT = gl.constexpr(106496)  # a word for each thread
+SCALES_AT = gl.constexpr(107008)  # of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
+WORDS = gl.constexpr(219)  # rows of 128 words
 
 
 @jit

@@ -150,9 +150,9 @@ def carry_rows(
     """dx or dbeta of one segment and head, BT tokens at a time, and what `carry_keys` and `hopper_scan.sum_flows` need.
 
     rows [b, h, 2, 2, TP, p] hold what the segment's own tokens cause, d v and d beta by each half of the keys. Slot
-    k + 1 of adjoints [b, h, NSEG + 1, 2, p, n] is the adjoint after segment k, slot k of states the state before it and decay
-    [b, h, NSEG] what it keeps. dx and dbeta have strides g_*; dvx [b, h, TP] = Σ_p x d v; w [b, h, TP]. What flows to
-    after the segment, by M and by Ibar: flow [2, b, h, TP] from each token, whole [2, b, h, NSEG] from before it.
+    k + 1 of adjoints [b, h, NSEG + 1, 2, p, n] is the adjoint after segment k, slot k of states the state before it and
+    decay [b, h, NSEG] what it keeps. dx and dbeta have strides g_*; dvx [b, h, TP] = Σ_p x d v; w [b, h, TP]. What
+    flows to after the segment, by M and by Ibar: flow [2, b, h, TP] from each token, whole [2, b, h, NSEG] from before.
     """
     i_bh = tl.program_id(1).to(tl.int64)
     b = i_bh // H

@@ -14,17 +14,16 @@ Where a state has outgrown its start, or c has fallen, by more than `GROWTH`, fl
 Then four tokens are a block, or one, and the state after each is made from the start of the 16.
 
 The gradient of log alpha at a block's first token is what flows through there, E · alpha M + E_I · alpha Ibar; from a
-token to the next it changes by v · dv + u · dbeta, less what the prior receives.
+token to the next it grows by v · dv + u · dbeta, less what the prior receives. (It would be zero after the segment, but
+states at the starts are rounded, and what is missed there would stay where little is left of larger numbers.)
 """
 
 from .hopper_block import (
-    FLOWS_AT,
     IDLE_AT,
     KEYS_AT,
     PAIRS_AT,
     ROWS_AT,
     SCALES_AT,
-    SIZES_AT,
     WORDS,
     copy_block,
     put_block,
@@ -38,7 +37,6 @@ from .hopper_lanes import (
     any_of_block,
     barrier,
     beyond,
-    from_lane,
     gl,
     high,
     jit,
@@ -55,7 +53,7 @@ from .hopper_lanes import (
     upper,
     wait_async,
 )
-from .hopper_token import add4, add_up, flows_of, last_token, times4, token
+from .hopper_token import add4, add_up, last_token, sum_of_warp, times4, token
 
 HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
 NUM_WARPS = 4  # of 16 keys each
@@ -178,8 +176,8 @@ def _state(start, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
 
 
 @jit
-def _flow(M, I, E, J, prior):
-    """What flows through a block's first token: E · alpha M + E_I · alpha Ibar, of a lane's elements."""
+def _flow(M, I, E, J, prior, lane):
+    """What flows through a block's first token, of a warp's elements: E · alpha M + E_I · alpha Ibar."""
     zero = prior * 0.0
     flow = (zero, zero, zero, zero)
     for j in gl.static_range(8):
@@ -187,20 +185,7 @@ def _flow(M, I, E, J, prior):
         for k in gl.static_range(4):
             more += (flow[k] + M[j][k] * E[j][k] - (I[j][k] - prior) * J[j][k],)
         flow = more
-    return (flow[0] + flow[1]) + (flow[2] + flow[3])
-
-
-@jit
-def _sum_of_warp(v, lane):
-    for i in gl.static_range(5):
-        v = v + from_lane(v, lane ^ (1 << i))
-    return v
-
-
-@jit
-def _leave(a_word, a_own, v, lane):
-    """One word a warp: lane 0 writes it, the others each a word of their own."""
-    store1(gl.where(lane == 0, a_word, a_own), v)
+    return sum_of_warp((flow[0] + flow[1]) + (flow[2] + flow[3]), lane)
 
 
 @jit
@@ -212,7 +197,7 @@ def _put_state(p, V, sign, N: gl.constexpr):
 
 @jit
 def segment_gradients(
-    x, dt, beta, A, B, C, prior, doc, dy, starts, adjoints, rows, keys, flows, dprior,
+    x, dt, beta, A, B, C, prior, doc, dy, starts, adjoints, rows, keys, changes, flows, dprior,
     x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
     T, TP, H, HPG, NSEG, S, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
@@ -220,7 +205,8 @@ def segment_gradients(
 
     x, beta, B, C and dy are int32 pairs, and their strides are in pairs; starts [b, h, TP / 16, p / 8, 2, n, p % 8]
     bfloat16, as pairs too. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
-    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP], d log alpha; dprior
+    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], d log alpha of a block's
+    first token in parts, and for others NaN; changes [2, b, h, TP], by how much it grows from a token to the next; dprior
     [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
     """
     N: gl.constexpr = 128
@@ -257,7 +243,8 @@ def segment_gradients(
     before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
     p_rows = rows + ((i_bh * 4 + half) * TP + t0) * P
     p_keys = keys + ((i_bh * TP + t0) * (N // 2) + half * 32)
-    p_flows = flows + ((half * n_bh + i_bh) * TP + t0)
+    p_changes = changes + ((half * n_bh + i_bh) * TP + t0)
+    p_flows = flows + ((half * n_bh + i_bh) * TP + t0) * 4
     # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     o_key = warp * 16 + c * 4
     p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
@@ -268,7 +255,6 @@ def segment_gradients(
     k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
     a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
     a_idle = base + IDLE_AT + tid * 4
-    a_flow = base + FLOWS_AT + warp * 4
 
     nothing = T >> 31  # zero, which the compiler cannot know
     n_blocks = gl.cdiv(steps, 16)
@@ -277,7 +263,6 @@ def segment_gradients(
     J = E
     dprior_sum = zero
     alpha_after = zero  # of the token after the block
-    split = zero > 0.0  # whether the 16 tokens were more than one block
     start = (n_blocks - 1) * 16
     copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps)
     ahead = _load_start(p_starts + (start // 16 * (P * N) + o_start))
@@ -293,8 +278,6 @@ def segment_gradients(
         previous = gl.maximum(start - 16, 0)
         a_scales = base + SCALES_AT + start * 4
         a_rows = base + ROWS_AT + i_block % 2 * 12288
-        flow = flows_of(base, split, lane)  # of the block after this one
-        gl.store(p_flows + (start + 16 + t), flow, mask=(tid < 16) & (zero_int + i_block > 0))
         first = load1(a_scales + 3072)
         r_end = load1(a_scales + 1084)
         a_c = a_scales + c * 8
@@ -303,12 +286,12 @@ def segment_gradients(
         M, I, worst = _state(ahead, a_pairs, a_tile, v_scales, u_scales, first, b_prior + zero, b_prior * r_end)
         store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
         outgrown = any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
-        split = zero_int + outgrown != 0
         p_previous = p_starts + (previous // 16 * (P * N) + o_start)
         prefetch(p_previous)
         prefetch(p_previous + 512)
+        gl.store(p_flows + (start + t) * 4, zero + float("nan"), mask=tid < 16)
         # one block of 16 tokens
-        scale = gl.where(split, 1.0, alpha_after * reciprocal(r_end))
+        scale = gl.where(zero_int + outgrown == 0, alpha_after * reciprocal(r_end), 1.0)
         E = _times_all(E, scale)
         J = _times_all(J, scale)
         for i_token in range(16 - 16 * outgrown):
@@ -316,7 +299,8 @@ def segment_gradients(
                 M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales,
                 p_outs + start * (N // 2), warp, lane, nothing,
             )  # fmt: skip
-        flow = _flow(M, I, E, J, b_prior)
+        flow = _flow(M, I, E, J, b_prior + zero, lane)
+        gl.store(p_flows + (start * 4 + warp), flow, mask=lane == outgrown * 32)
         # blocks of four tokens
         for _ in range(outgrown):
             put_fours(base, a_scales, b_prior, tid)
@@ -331,8 +315,6 @@ def segment_gradients(
             )
             store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
             single = any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
-            a_size = gl.where(tid == 0, base + SIZES_AT + (3 - i_four) * 4, a_idle)
-            store1(a_size, zero + (4 - 3 * single).to(gl.float32))
             after = gl.where(zero_int + last == 15, alpha_after, load1(a_scales + 3076 + gl.minimum(last, 14) * 4))
             scale = gl.where(zero_int + single == 0, after * reciprocal(r_end), 1.0)
             E = _times_all(E, scale)
@@ -342,8 +324,8 @@ def segment_gradients(
                     M_4, I_4, E, J, last - i_token, base, a_rows + g * 32, a_keys, a_scales,
                     p_outs + start * (N // 2), warp, lane, nothing,
                 )  # fmt: skip
-            through = _sum_of_warp(_flow(M_4, I_4, E, J, b_prior), lane)
-            _leave(gl.where(zero_int + single == 0, a_flow + (last - 3) * 16, a_idle), a_idle, through, lane)
+            flow = _flow(M_4, I_4, E, J, b_prior + zero, lane)
+            gl.store(p_flows + ((start + last - 3) * 4 + warp), flow, mask=lane == single * 32)
             # or each of them a block
             for _ in range(single):
                 put_ones(base, a_scales, last, tid)
@@ -361,14 +343,14 @@ def segment_gradients(
                     M_1, I_1, E, J, t_k, base, a_rows + g * 32, a_keys, a_scales,
                     p_outs + start * (N // 2), warp, lane, nothing,
                 )  # fmt: skip
-                through = _sum_of_warp(_flow(M_1, I_1, E, J, b_prior), lane)
-                _leave(a_flow + t_k * 16, a_idle, through, lane)
+                flow = _flow(M_1, I_1, E, J, b_prior + zero, lane)
+                gl.store(p_flows + ((start + t_k) * 4 + warp), flow, mask=lane == 0)
         ahead = _load_start(p_previous)
-        flow = _sum_of_warp(flow, lane)
         last_token(base, p_outs + start * (N // 2), warp, lane)
-        _leave(gl.where(split, a_idle, a_flow), a_idle, flow, lane)
         barrier()
-        dprior_sum = add_up(base, a_rows, a_scales, warp, lane, b_prior, p_rows + start * P, TP, dprior_sum)
+        dprior_sum = add_up(
+            base, a_rows, a_scales, warp, lane, b_prior, p_rows + start * P, p_changes + start, TP, dprior_sum
+        )
         put_block(
             base, base + ROWS_AT + (i_block + 1) % 2 * 12288, base + SCALES_AT + previous * 4, tid, steps - previous
         )
@@ -376,9 +358,8 @@ def segment_gradients(
         copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
         alpha_after = first
         barrier()
-    gl.store(p_flows + t, flows_of(base, split, lane), mask=tid < 16)
     wait_async(zero_int)  # no copy lands in shared memory after the program's end
-    dprior_sum = _sum_of_warp(dprior_sum, lane)
+    dprior_sum = sum_of_warp(dprior_sum, lane)
     p_dprior = dprior + (((half * n_bh + i_bh) * NSEG + i_seg) * 4 + warp)
     gl.store(p_dprior, -dprior_sum, mask=lane == 0)
     p_e = adjoints + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + g * 8 * N + o_key)

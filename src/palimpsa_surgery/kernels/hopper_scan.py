@@ -35,12 +35,14 @@ ROW_VALUES = 2 * HALVES  # rows: float32 values for each token and value row
 
 @jit
 def sum_flows(
-    flows, dvx, flow, whole, dt, A, ddt, dA, dt_b, dt_t, dt_h, ddt_b, ddt_t, ddt_h, T, TP, H, NSEG, S: tl.constexpr,
+    changes, flows, dvx, flow, whole, dt, A, ddt, dA, dt_b, dt_t, dt_h, ddt_b, ddt_t, ddt_h, T, TP, H, NSEG,
+    S: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """ddt of one segment and head, and its part of dA [b, h, NSEG].
 
-    d log alpha is what both halves of the keys found, flows [2, b, h, TP], and what goes from before the token to after
-    the segment: flow [2, b, h, TP] from each token and whole [2, b, h, NSEG] from before the segment.
+    Of the segment's own tokens, each half of the keys has flows [2, b, h, TP, 4], the parts of d log alpha unless the
+    first is NaN, and changes [2, b, h, TP], by how much it grows from a token to the next. To this comes what goes from
+    before the token to after the segment: flow [2, b, h, TP] from each token and whole [2, b, h, NSEG] from before it.
     """
     i_seg = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -49,19 +51,35 @@ def sum_flows(
     o_t = tl.arange(0, S)
     t = i_seg * S + o_t
     m_t = t < T
+    part = tl.num_programs(1).to(tl.int64)
     p_t = i_bh * TP + t
-    b_q = tl.zeros([S], tl.float32)
-    b_before = tl.zeros([S], tl.float32)
-    for i in tl.static_range(2):
-        part = i * tl.num_programs(1).to(tl.int64)
-        b_q += tl.load(flows + part * TP + p_t, mask=m_t, other=0.0)
-        b_q += tl.load(whole + (part + i_bh) * NSEG + i_seg)
-        b_before += tl.load(flow + part * TP + p_t - 1, mask=m_t & (o_t > 0), other=0.0)
-    b_q += tl.cumsum(b_before, 0)
-    b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
-    b_dvx = tl.load(dvx + p_t, mask=m_t, other=0.0)
-    tl.store(ddt + b * ddt_b + t * ddt_t + h * ddt_h, b_dvx - tl.load(A + h) * b_q, mask=m_t)
-    tl.store(dA + i_bh * NSEG + i_seg, -tl.sum(tl.where(m_t, b_dt * b_q, 0.0), 0))
+    b_change = tl.load(changes + p_t, mask=m_t, other=0.0)
+    b_change += tl.load(changes + part * TP + p_t, mask=m_t, other=0.0)
+    b_known = tl.load(flows + p_t * 4, mask=m_t, other=float("nan"))
+    m_known = b_known == b_known
+    for i in tl.static_range(1, 8):
+        b_known += tl.load(flows + (i // 4 * part * TP + p_t) * 4 + i % 4, mask=m_known, other=0.0)
+    b_known = tl.where(m_known, b_known, 0.0)
+    b_whole = tl.load(whole + i_bh * NSEG + i_seg) + tl.load(whole + (part + i_bh) * NSEG + i_seg)
+    b_flow = tl.load(flow + p_t, mask=m_t, other=0.0) + tl.load(flow + part * TP + p_t, mask=m_t, other=0.0)
+    b_A = tl.load(A + h)
+    b_dA = 0.0
+    for j in range(0, S, BT):
+        o_j = j + tl.arange(0, BT)
+        # the last token up to here whose value is known, and the changes since
+        m_before = o_t[None, :] < o_j[:, None]
+        m_here = o_t[None, :] == o_j[:, None]
+        b_last = tl.max(tl.where((m_before | m_here) & m_known[None, :], o_t[None, :], 0), 1)
+        b_q = tl.sum(tl.where(o_t[None, :] == b_last[:, None], b_known[None, :], 0.0), 1)
+        b_q += tl.sum(tl.where(m_before & (o_t[None, :] >= b_last[:, None]), b_change[None, :], 0.0), 1)
+        b_q += tl.sum(tl.where(m_before, b_flow[None, :], 0.0), 1) + b_whole
+        t = i_seg * S + o_j
+        m_t = t < T
+        b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
+        b_dvx = tl.load(dvx + i_bh * TP + t, mask=m_t, other=0.0)
+        tl.store(ddt + b * ddt_b + t * ddt_t + h * ddt_h, b_dvx - b_A * b_q, mask=m_t)
+        b_dA -= tl.sum(b_dt * b_q, 0)
+    tl.store(dA + i_bh * NSEG + i_seg, b_dA)
 
 
 def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
@@ -118,16 +136,17 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     )  # fmt: skip
     rows = x.new_empty(batch, heads, 2, HALVES, padded, head_dim, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.bfloat16)
-    flows = x.new_empty(HALVES, batch, heads, padded, dtype=torch.float32)
+    changes = x.new_empty(HALVES, batch, heads, padded, dtype=torch.float32)
+    flows = x.new_empty(HALVES, batch, heads, padded, NUM_WARPS, dtype=torch.float32)
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
     segment_gradients_kernel[(HALVES * segments, batch * heads)](
         x, dt, beta, A, B, C, I_prior, documents, dy, starts.view(torch.int32), adjoints,
-        rows, keys.view(torch.int32), flows, dprior,
+        rows, keys.view(torch.int32), changes, flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
         time, padded, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return keys, (rows, flows, dprior)
+    return keys, (rows, changes, flows, dprior)
 
 
 def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, dB, dx, ddt, dbeta, segment, dot_types):
@@ -137,7 +156,7 @@ def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, dB, dx
     """
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], decay.shape[2]
-    rows, flows, dprior = own
+    rows, changes, flows, dprior = own
     padded, block = segments * segment, min(segment, CARRY_TOKENS)
     dvx, w = x.new_empty(2, batch, heads, padded, dtype=torch.float32)
     flow = x.new_empty(2, batch, heads, padded, dtype=torch.float32)
@@ -155,7 +174,7 @@ def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, dB, dx
     )  # fmt: skip
     dA = x.new_empty(batch, heads, segments, dtype=torch.float32)
     sum_flows[(segments, batch * heads)](
-        flows, dvx, flow, whole, dt, A, ddt, dA, *dt.stride(), *ddt.stride(), time, padded, heads, segments,
-        S=segment, num_warps=2,
+        changes, flows, dvx, flow, whole, dt, A, ddt, dA, *dt.stride(), *ddt.stride(), time, padded, heads, segments,
+        S=segment, BT=SUB_CHUNK, num_warps=4,
     )  # fmt: skip
     return torch.stack((dA.sum((0, 2)), dprior.sum((0, 1, 3, 4))))

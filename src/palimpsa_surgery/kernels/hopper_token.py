@@ -1,6 +1,6 @@
 """One token of `hopper_gradients.py`, from the last to the first, and the sums that it leaves."""
 
-from .hopper_block import CHANGES_AT, FLOWS_AT, PRIORS_AT, ROW_SUMS_AT, SIZES_AT
+from .hopper_block import PRIORS_AT, ROW_SUMS_AT
 from .hopper_lanes import (
     from_lane,
     gl,
@@ -181,8 +181,16 @@ def last_token(base, p_keys, warp, lane):
 
 
 @jit
-def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, TP, dprior):
-    """Sums over warps, of four tokens by each: d v and d beta to where they go; returns dprior with -Z_I."""
+def sum_of_warp(v, lane):
+    """Sum over the lanes, for all of them."""
+    for i in gl.static_range(5):
+        v = v + from_lane(v, lane ^ (1 << i))
+    return v
+
+
+@jit
+def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, dprior):
+    """Sums over warps, of four tokens by each: d v, d beta and the changes of d log alpha; returns dprior with -Z_I."""
     s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
     g = lane % 8
     sign = gl.where(s < 2, 1.0, -1.0)
@@ -196,25 +204,7 @@ def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, TP, dprior):
         z = load4(base + PRIORS_AT + t * 512 + lane * 16)
         z = r * ((z[0] + z[1]) + (z[2] + z[3]))
         change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
-        store1(base + CHANGES_AT + t * 128 + lane * 4, change - prior * z)
+        gl.store(p_changes + t, sum_of_warp(change - prior * z, lane), mask=lane == 0)
         store_global4(p_rows + ((s // 2 * 2 * TP + t) * 64 + g * 8 + s % 2 * 4), times4(total, r))
         dprior = dprior + z
     return dprior
-
-
-@jit
-def flows_of(base, split, lane):
-    """d log alpha of 16 tokens, one a lane: what flows through the first token of its block, and the changes since."""
-    t = lane % 16
-    change = (lane * 0).to(gl.float32)
-    for i in gl.static_range(4):
-        v = load4(base + CHANGES_AT + t * 128 + (lane // 16 * 4 + i + t) % 8 * 16)
-        change = change + ((v[0] + v[1]) + (v[2] + v[3]))
-    change = change + from_lane(change, lane ^ 16)
-    fours = load1(base + SIZES_AT + t // 4 * 4) > 1.0
-    first = gl.where(split, gl.where(fours, t // 4 * 4, t), 0)
-    change = gl.where(t > first, from_lane(change, lane - 1), 0.0)
-    for i in gl.static_range(4):
-        change = change + gl.where(t - (1 << i) > first, from_lane(change, lane - (1 << i)), 0.0)
-    v = load4(base + FLOWS_AT + first * 16)
-    return (v[0] + v[1]) + (v[2] + v[3]) + change
