@@ -69,7 +69,8 @@ for name, gradient in zip(names, gradients, strict=True):
 
 
 # Two segments; three, of which the last two go on with a document that begins in the first and decays slowly; of 24
-# tokens each, alpha is 1e-3, 0, 1 and as usual; states that outgrow what was there at a token
+# tokens each, alpha is 1e-3, 0, 1 and as usual; states of the first keys alone that outgrow what was there, and blocks of
+# four tokens
 CASES = {
     "documents": """
 triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
@@ -86,9 +87,12 @@ triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
 data = make(Case(1, 100, 1, 64, 128, 1, torch.bfloat16, initial=True, extreme="stretches"))
 """,
     "outgrown": """
-triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 32
-data = make(Case(1, 30, 1, 64, 128, 1, torch.bfloat16, initial=True, extreme="large B"))
-data.arguments["I_prior"] *= 1e-3
+triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
+data = make(Case(1, 48, 1, 64, 128, 1, torch.bfloat16, initial=True))
+data.arguments["A"][:] = 1
+data.arguments["dt"][:, :32], data.arguments["dt"][:, 32:] = 0.05, 1.5
+data.arguments["B"][:, 20:, :, :64] *= 200
+data.arguments["beta"][:, :32] = 0.05
 """,
 }
 

@@ -206,8 +206,8 @@ def segment_gradients(
     x, beta, B, C and dy are int32 pairs, and their strides are in pairs; starts [b, h, TP / 16, p / 8, 2, n, p % 8]
     bfloat16, as pairs too. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
     Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], d log alpha of a block's
-    first token in parts, and for others NaN; changes [2, b, h, TP], by how much it grows from a token to the next; dprior
-    [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
+    first token in parts, and for others NaN; changes [2, b, h, TP], by how much it grows from a token to the next;
+    dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
     """
     N: gl.constexpr = 128
     P: gl.constexpr = 64

@@ -53,31 +53,35 @@ def sum_flows(
     m_t = t < T
     part = tl.num_programs(1).to(tl.int64)
     p_t = i_bh * TP + t
-    b_change = tl.load(changes + p_t, mask=m_t, other=0.0)
-    b_change += tl.load(changes + part * TP + p_t, mask=m_t, other=0.0)
-    b_known = tl.load(flows + p_t * 4, mask=m_t, other=float("nan"))
-    m_known = b_known == b_known
-    for i in tl.static_range(1, 8):
-        b_known += tl.load(flows + (i // 4 * part * TP + p_t) * 4 + i % 4, mask=m_known, other=0.0)
-    b_known = tl.where(m_known, b_known, 0.0)
-    b_whole = tl.load(whole + i_bh * NSEG + i_seg) + tl.load(whole + (part + i_bh) * NSEG + i_seg)
     b_flow = tl.load(flow + p_t, mask=m_t, other=0.0) + tl.load(flow + part * TP + p_t, mask=m_t, other=0.0)
+    b_whole = tl.load(whole + i_bh * NSEG + i_seg) + tl.load(whole + (part + i_bh) * NSEG + i_seg)
+    known = ()
+    change = ()
+    for _ in tl.static_range(2):  # each half has blocks of its own
+        b_known = tl.load(flows + p_t * 4, mask=m_t, other=float("nan"))
+        for i in tl.static_range(1, 4):
+            b_known += tl.load(flows + p_t * 4 + i, mask=b_known == b_known, other=0.0)
+        known += (b_known,)
+        change += (tl.load(changes + p_t, mask=m_t, other=0.0),)
+        p_t += part * TP
     b_A = tl.load(A + h)
     b_dA = 0.0
     for j in range(0, S, BT):
         o_j = j + tl.arange(0, BT)
-        # the last token up to here whose value is known, and the changes since
         m_before = o_t[None, :] < o_j[:, None]
-        m_here = o_t[None, :] == o_j[:, None]
-        b_last = tl.max(tl.where((m_before | m_here) & m_known[None, :], o_t[None, :], 0), 1)
-        b_q = tl.sum(tl.where(o_t[None, :] == b_last[:, None], b_known[None, :], 0.0), 1)
-        b_q += tl.sum(tl.where(m_before & (o_t[None, :] >= b_last[:, None]), b_change[None, :], 0.0), 1)
-        b_q += tl.sum(tl.where(m_before, b_flow[None, :], 0.0), 1) + b_whole
-        t = i_seg * S + o_j
-        m_t = t < T
-        b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
-        b_dvx = tl.load(dvx + i_bh * TP + t, mask=m_t, other=0.0)
-        tl.store(ddt + b * ddt_b + t * ddt_t + h * ddt_h, b_dvx - b_A * b_q, mask=m_t)
+        b_q = tl.sum(tl.where(m_before, b_flow[None, :], 0.0), 1) + b_whole
+        for half in tl.static_range(2):
+            # the last token up to here whose value is known, and the changes since
+            m_known = known[half] == known[half]
+            m_known = m_known[None, :] & (o_t[None, :] <= o_j[:, None])
+            b_last = tl.max(tl.where(m_known, o_t[None, :], 0), 1)
+            b_q += tl.sum(tl.where(o_t[None, :] == b_last[:, None], known[half][None, :], 0.0), 1)
+            b_q += tl.sum(tl.where(m_before & (o_t[None, :] >= b_last[:, None]), change[half][None, :], 0.0), 1)
+        t_j = i_seg * S + o_j
+        m_j = t_j < T
+        b_dt = tl.load(dt + b * dt_b + t_j * dt_t + h * dt_h, mask=m_j, other=0.0)
+        b_dvx = tl.load(dvx + i_bh * TP + t_j, mask=m_j, other=0.0)
+        tl.store(ddt + b * ddt_b + t_j * ddt_t + h * ddt_h, b_dvx - b_A * b_q, mask=m_j)
         b_dA -= tl.sum(b_dt * b_q, 0)
     tl.store(dA + i_bh * NSEG + i_seg, b_dA)
 
