@@ -2,10 +2,10 @@
 
 Letters as in `triton_scan.py`, whose backward pass goes on from step 2 in another order here:
 
-4. `prepare_rows` and `sub_chunk_starts`: operands, and the states before every 16th token.
+4. `sub_chunk_starts`: the states before every 16th token.
 5. `segment_gradients`: the gradients that a segment's own tokens cause, and the adjoint of its start.
 6. `pass_states` backwards, and `carry_rows` and `carry_keys`: by matrix products, what the adjoint after each segment
-   adds. `sum_spans`: the gradient of log alpha.
+   adds. `sum_flows`: the gradient of log alpha.
 """
 
 import torch
@@ -19,10 +19,10 @@ from .hopper_read_out import read_out as read_out_kernel
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
-# Tokens a segment in the backward pass: the gradient kernel took 28 ms with 256 and 35 with 512.
+# Tokens a segment in the backward pass: no more, `hopper_block.py` has room for 256
 BACKWARD_SEGMENT = 256
 SUB_CHUNK = 16
-# Value rows of a program of `sub_chunk_starts`: 2.21 ms with 32, 2.44 with 16, 2.85 with 64
+# Value rows of a program of `sub_chunk_starts`: 2.25 ms with 16, 2.60 with 32, 3.41 with 64 and 4 warps
 START_ROWS = 16
 # Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 2.6 with 32, 3.0 with 128 and 8 warps) and of one of
 # `carry_keys`, and its keys (0.89 ms; 1.19 with 32 tokens, 0.97 with 128, 0.92 with 128 keys)
@@ -124,7 +124,7 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     """Steps 4 and 5 for heads of one group: what each segment's own tokens cause.
 
     Slot k of adjoints becomes the adjoint of segment k's start. Returns dB and dC `[2, b, h, segments S, n]`, and what
-    `carry_gradients` needs: the gradients of dt x and beta in `rows`, and `spans`.
+    `carry_gradients` needs: what the kernel leaves in `rows`, `changes`, `flows` and `dprior`.
     """
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], adjoints.shape[2] - 1

@@ -32,7 +32,7 @@ On Hopper there is no step 4. Step 5 starts without an adjoint after the segment
 `hopper_scan.py` has the order.
 
 A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by, but
-in the read-out on Hopper products of decays that are at least 2^-16.
+on Hopper products of decays that are at least 2^-16 (read-out) and 2^-12 (gradients).
 Sums over heads, key blocks and time go through float32 partial results and a fixed order: results are deterministic.
 The launches of the backward pass take a few heads at a time, which bounds its memory.
 """
@@ -260,7 +260,8 @@ def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, 
     state_bytes = copies * 2 * 4 * head_dim * state_size * (triton.cdiv(time, segment) + 1)
     row_values = TUNED_ROW_VALUES if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
     row_bytes = int(4 * time * head_dim * row_values)
-    per_head = batch * (state_bytes + row_bytes + 2 * 4 * time * state_size)
+    key_bytes = 2 * (2 if tuned else 4) * time * state_size
+    per_head = batch * (state_bytes + row_bytes + key_bytes)
     heads_per_group = heads // groups
     launches = triton.cdiv(heads_per_group, max(1, min(WORKSPACE_BYTES // per_head, MAX_GRID // batch)))
     step = triton.cdiv(heads_per_group, launches)
