@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from palimpsa_surgery.kernels import hopper_carry, hopper_scan, triton_conv, triton_norm, triton_scan
+from palimpsa_surgery.kernels import (
+    hopper_carry,
+    hopper_gradients,
+    hopper_lanes,
+    hopper_read_out,
+    hopper_scan,
+    triton_conv,
+    triton_norm,
+    triton_scan,
+)
 from palimpsa_surgery.kernels.triton_jit import tl
 from scan_cases import Case, make
 
@@ -71,7 +80,11 @@ def test_the_tuned_kernels_take_bfloat16_alone(monkeypatch):
 def test_pairs_are_copied_where_addresses_do_not_allow_them():
     flat = torch.arange(2 * 3 * 4 * 64 + 1).bfloat16()
     for v in (flat[1:].view(2, 3, 4, 64), flat[:-1].view(2, 3, 4, 64), torch.ones(1, 1, 1, 65).bfloat16()[..., :64]):
-        assert torch.equal(hopper_scan._pairs(v).view(torch.bfloat16), v)
+        for values in (2, 8):
+            pairs = hopper_scan._pairs(v, values)
+            assert torch.equal(pairs.view(torch.bfloat16), v)
+            assert pairs.data_ptr() % (2 * values) == 0
+            assert all(stride % (values // 2) == 0 for stride in pairs.stride()[:-1])
 
 
 def test_tokens_far_apart_are_copied(monkeypatch):
@@ -109,11 +122,13 @@ def test_nothing_compiles_the_convolution_anew(width, launched):
     assert launched() == {"triton_conv.conv_forward": 1, "triton_conv.conv_backward": 1}
 
 
-def compile_for(capability: int, kernel, types: dict, constants: dict, num_warps: int) -> None:
+def compile_for(
+    capability: int, kernel, types: dict, constants: dict, num_warps: int, source=compiler.ASTSource
+) -> None:
     """Down to machine code, without a GPU; arguments not named in `types` are integers."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     target = backends.GPUTarget("cuda", capability, 32)
-    compiled = compiler.compile(compiler.ASTSource(kernel, signature, constants), target, {"num_warps": num_warps})
+    compiled = compiler.compile(source(kernel, signature, constants), target, {"num_warps": num_warps})
     assert f".target sm_{capability}" in compiled.asm["ptx"]
     assert compiled.asm["cubin"]
 
@@ -158,3 +173,15 @@ def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
     sizes = {"S": hopper_scan.BACKWARD_SEGMENT, "BT": hopper_scan.SUB_CHUNK}
     compile_for(90, hopper_scan.sum_flows, sums, sizes, 4)
     compile_for(90, hopper_carry.carry_keys, types, constants | {"BN": hopper_scan.CARRY_KEYS}, 4)
+
+
+@pytest.mark.skipif(not hopper_lanes.AVAILABLE, reason="needs Triton's Gluon")
+def test_hopper_kernels_compile_without_a_gpu():
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    types = dict.fromkeys(("x", "beta", "B", "C", "dy", "starts", "keys", "y", "doc"), "*i32")
+    types |= dict.fromkeys(
+        ("dt", "A", "prior", "skip", "states", "adjoints", "rows", "changes", "flows", "dprior"), "*fp32"
+    )
+    packed = {"HAS_DOC": True}
+    compile_for(90, hopper_gradients.segment_gradients, types, packed, hopper_gradients.NUM_WARPS, source)
+    compile_for(90, hopper_read_out.read_out, types, packed | {"HAS_SKIP": True}, 4, source)

@@ -81,7 +81,7 @@ def _unless_past(raw, t, steps):
 
 @jit
 def _put_scaled(a_rows, a_scales, tid, x, u):
-    """v and u of 16 tokens, from x and beta as `_copy_block` brings them."""
+    """v and u of 16 tokens, from x and beta as `copy_block` brings them."""
     pair = tid // 16 * 2
     a = a_rows + pair * 768 + tid % 16 * 16
     a_pair = a_scales + pair * 4
