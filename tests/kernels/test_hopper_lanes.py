@@ -69,8 +69,8 @@ for name, gradient in zip(names, gradients, strict=True):
 
 
 # Two segments; three, of which the last two go on with a document that begins in the first and decays slowly; of 24
-# tokens each, alpha is 1e-3, 0, 1 and as usual; states of the first keys alone outgrow what was there, and blocks are of
-# 16, of four tokens and of one
+# tokens each, alpha is 1e-3, 0, 1 and as usual; states of the first keys alone outgrow what was there, and blocks are
+# of 16, of four tokens and of one
 CASES = {
     "documents": """
 triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
