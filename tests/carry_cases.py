@@ -127,23 +127,9 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
     dx, dbeta = (torch.full(x.shape, float("nan"), device=device) for _ in range(2))
     ddt = torch.full(dt.shape, float("nan"), device=device)
     decay = decays(data, exact["log_alpha"]).float()
+    left = (rows, changes, flows, dprior)
     scalars = hopper_scan.carry_gradients(
-        x,
-        dt,
-        A,
-        B,
-        beta,
-        doc,
-        states,
-        adjoints,
-        decay,
-        (rows, changes, flows, dprior),
-        total,
-        dx,
-        ddt,
-        dbeta,
-        SEGMENT,
-        dot_types,
+        x, dt, A, B, beta, doc, states, adjoints, decay, left, total, dx, ddt, dbeta, SEGMENT, dot_types
     )
     dv += own[0]
     assert_close(dx, exact["dt"][..., None] * dv, tolerance, "dx")

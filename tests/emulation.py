@@ -115,7 +115,7 @@ def emulate(
         if tuned and (now.stop == time or now.stop % segment == 0):
             late, E = E, [torch.zeros_like(M), torch.zeros_like(M)]
         D, start = decays(now)
-        state = [r_tuned(v) for v in state]
+        exact, state = state, [r_tuned(v) for v in state]
         end = D[..., -1, :]
         all_M = states(value[:, :, now], B[:, :, now], D, start, state[0])
         inverse = 1 / (prior + states(beta[:, :, now], squares[:, :, now], D, start, state[1]))
@@ -147,7 +147,7 @@ def emulate(
         dB[:, :, now] = r_tuned(dkey[0] + 2 * B[:, :, now] * dkey[1])
         if tuned and now.start % segment == 0:
             whole = slice(now.start, min(now.start + segment, time))
-            carry(whole, state)
+            carry(whole, exact)
             keep = decays(whole)[1][..., -1, None, None]
             E = [own + keep * after for own, after in zip(E, late, strict=True)]
 

@@ -2,8 +2,8 @@
 
 The kernels of `hopper_read_out.py` and `hopper_gradients.py` see each tensor as one register of each thread, and what
 moves between lanes moves in named instructions. Here those instructions are written down again, from the layouts in the
-PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8, "movmatrix"), so that layouts, addresses and algebra are
-tested without a GPU. Threads run in step, but shared memory refuses what depends on that: see `SharedMemory`.
+PTX manual ("Matrix Fragments for mma.m16n8k16" and m16n8k8), so that layouts, addresses and algebra are tested without
+a GPU. Threads run in step, but shared memory refuses what depends on that: see `SharedMemory`.
 """
 
 import importlib
@@ -178,17 +178,17 @@ class Machine:
             "gl": self.language,
             "barrier": lambda: self.shared.barrier(),
             "shared_base": lambda zero: zero,
-            "load4": lambda address: tuple(register(self.shared.read(address + i)) for i in (0, 4, 8, 12)),
-            "load4_bits": lambda address: tuple(self._word(address + i) for i in (0, 4, 8, 12)),
+            "load4": lambda address: tuple(v.view(np.float32) for v in self._words(address, 4)),
+            "load4_bits": lambda address: self._words(address, 4),
             "load1": lambda address: register(self.shared.read(address)),
-            "load2_bits": lambda address: (self._word(address), self._word(address + 4)),
+            "load2_bits": lambda address: self._words(address, 2),
             "any_of_block": self._any_of_block,
             "prefetch": lambda address: None,
             "store2_bits": self._store2_bits,
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
             "copy_async": self._copy_async,
-            "load_global4": lambda address: tuple(load(address + i) for i in range(4)),
+            "load_global4": self._load_global4,
             "store_global4": self._store_global4,
             "store_global2_if": self._store_global2_if,
             "warp_barrier": lambda: self.shared.warp_barrier(),
@@ -226,8 +226,15 @@ class Machine:
             )
         )
 
-    def _word(self, address):
-        return register(np.ascontiguousarray(self.shared.read(address)).view(np.int32))
+    def _words(self, address, count):
+        assert (address % (4 * count) == 0).all()
+        read = (self.shared.read(address + 4 * i) for i in range(count))
+        return tuple(register(np.ascontiguousarray(v).view(np.int32)) for v in read)
+
+    @staticmethod
+    def _load_global4(address: Pointer):
+        assert (np.asarray(address.offset) % 4 == 0).all()
+        return tuple(load(address + i) for i in range(4))
 
     def _scalar(self, address):
         value = np.unique(self.shared.read(address))
@@ -256,6 +263,7 @@ class Machine:
 
     def _copy_async(self, address, source: Pointer, size):
         assert (address % size == 0).all()
+        assert (source.offset >= 0).all()
         assert (source.offset % (size // 4) == 0).all()
         for i in range(size // 4):
             words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]

@@ -176,12 +176,14 @@ def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
 
 
 @pytest.mark.skipif(not hopper_lanes.AVAILABLE, reason="needs Triton's Gluon")
-def test_hopper_kernels_compile_without_a_gpu():
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_hopper_kernels_compile_without_a_gpu(packed):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
-    types = dict.fromkeys(("x", "beta", "B", "C", "dy", "starts", "keys", "y", "doc"), "*i32")
+    types = dict.fromkeys(("x", "beta", "B", "C", "dy", "starts", "keys", "y"), "*i32")
     types |= dict.fromkeys(
         ("dt", "A", "prior", "skip", "states", "adjoints", "rows", "changes", "flows", "dprior"), "*fp32"
     )
-    packed = {"HAS_DOC": True}
-    compile_for(90, hopper_gradients.segment_gradients, types, packed, hopper_gradients.NUM_WARPS, source)
-    compile_for(90, hopper_read_out.read_out, types, packed | {"HAS_SKIP": True}, 4, source)
+    types["doc"] = "*i32" if packed else "*fp32"
+    constants = {"HAS_DOC": packed}
+    compile_for(90, hopper_gradients.segment_gradients, types, constants, hopper_gradients.NUM_WARPS, source)
+    compile_for(90, hopper_read_out.read_out, types, constants | {"HAS_SKIP": True}, 4, source)

@@ -33,6 +33,7 @@ RAW_AT = gl.constexpr(96256)
 IDLE_AT = gl.constexpr(106496)  # a word for each thread
 SCALES_AT = gl.constexpr(107008)  # of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
 WORDS = gl.constexpr(219)  # rows of 128 words
+MOST_TOKENS = 256  # of a segment
 
 
 @jit
@@ -150,6 +151,13 @@ def put_block(base, a_rows, a_scales, tid, left):
 
 
 @jit
+def _grown(c, first, prior, lane):
+    """1 / c of each lane's token, and by how much it lets I_prior / c grow unless the token is a block's first."""
+    r = reciprocal(c)
+    return r, gl.where(first, 0.0, prior * (r - from_lane(r, lane - 1)))
+
+
+@jit
 def put_scales(base, p_dt, p_doc, dt_t, A, prior, steps, before, tid, n_tokens, HAS_DOC: gl.constexpr):
     """What only dt decides, of all the segment's tokens: one a thread, and 16 threads a block."""
     lane = tid % 32
@@ -165,11 +173,11 @@ def put_scales(base, p_dt, p_doc, dt_t, A, prior, steps, before, tid, n_tokens, 
         kept = gl.where(t == 0, 1.0, alpha)
         for k in gl.static_range(4):
             kept = gl.where(t >= 1 << k, kept * from_lane(kept, lane - (1 << k)), kept)
-        r = reciprocal(kept)
+        r, dq = _grown(kept, t == 0, prior, lane)
         a = base + SCALES_AT + token * 4
         store1(a, dt * r)
         store1(a + 1024, r)
-        store1(a + 2048, gl.where(t == 0, 0.0, prior * (r - from_lane(r, lane - 1))))
+        store1(a + 2048, dq)
         store1(a + 3072, alpha)
         store1(a + 4096, dt)
 
@@ -192,8 +200,7 @@ def put_fours(base, a_scales, prior, tid):
     kept = gl.where(t % 4 == 0, 1.0, load1(a_scales + 3072 + t * 4))
     for k in gl.static_range(2):
         kept = gl.where(t % 4 >= 1 << k, kept * from_lane(kept, lane - (1 << k)), kept)
-    r = reciprocal(kept)
-    dq = gl.where(t % 4 == 0, 0.0, prior * (r - from_lane(r, lane - 1)))
+    r, dq = _grown(kept, t % 4 == 0, prior, lane)
     _put_scales_if(base, a_scales, tid, tid < 16, dt * r, r, dq)
 
 

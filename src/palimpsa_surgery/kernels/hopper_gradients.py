@@ -10,8 +10,9 @@ and adds C dy (c / I) to c E and -C dy (c / I) (M / I) to c E_I, which do not de
 element is moved: a lane has eight value rows and four keys of M, I, E and E_I, and leaves its sums over them in shared
 memory (`hopper_token.py`); what a block's tokens bring lies there too (`hopper_block.py`).
 
-Where a state has outgrown its start, or c has fallen, by more than `GROWTH`, float32 would not give the start back.
-Then four tokens are a block, or one, and the state after each is made from the start of the 16.
+Where I has outgrown its start, or c has fallen, by more than `GROWTH`, float32 would not give the start back. Then four
+tokens are a block, or one, and the state after each is made from the start of the 16. (M divides nothing, and may
+outgrow its start 10^5-fold until the tokens before err by 3e-4.)
 
 The gradient of log alpha at a block's first token is what flows through there, E · alpha M + E_I · alpha Ibar; from a
 token to the next it grows by v · dv + u · dbeta, less what the prior receives. (It would be zero after the segment, but
@@ -47,13 +48,14 @@ from .hopper_lanes import (
     mma16,
     prefetch,
     reciprocal,
+    scaled,
     shared_base,
     store1,
     store_global4,
     upper,
     wait_async,
 )
-from .hopper_token import add4, add_up, last_token, sum_of_warp, times4, token
+from .hopper_token import add4, add_up, last_token, sum_of_warp, token
 
 HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
 NUM_WARPS = 4  # of 16 keys each
@@ -64,10 +66,10 @@ GROWTH = gl.constexpr(4096.0)  # I / c over 16 tokens, and 1 / c
 @jit
 def _times_all(V, factor):
     """A state's or adjoint's 32 elements times a factor."""
-    scaled = ()
+    rows = ()
     for j in gl.static_range(8):
-        scaled += (times4(V[j], factor),)
-    return scaled
+        rows += (scaled(V[j], factor),)
+    return rows
 
 
 @jit
@@ -154,7 +156,7 @@ def _state(start, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
     tiles = _written(a_pairs, a_keys, v_scales)
     M = ()
     for j in gl.static_range(8):
-        M += (add4(times4(old[j], kept), _from_tiles(tiles, j)),)
+        M += (add4(scaled(old[j], kept), _from_tiles(tiles, j)),)
     old = _rows_of(start[4], start[5], start[6], start[7])
     tiles = _written(a_pairs + 2048, a_keys + 64, u_scales)
     grown = prior_end - prior
@@ -176,6 +178,13 @@ def _state(start, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
 
 
 @jit
+def _outgrown(a_idle, r_end, worst):
+    """1 for all threads if one of them has an element that has grown too much, or 1 / c has, otherwise 0."""
+    store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
+    return any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
+
+
+@jit
 def _flow(M, I, E, J, prior, lane):
     """What flows through a block's first token, of a warp's elements: E · alpha M + E_I · alpha Ibar."""
     zero = prior * 0.0
@@ -192,7 +201,7 @@ def _flow(M, I, E, J, prior, lane):
 def _put_state(p, V, sign, N: gl.constexpr):
     """A lane's elements to [p, n]."""
     for j in gl.static_range(8):
-        store_global4(p + j * N, times4(V[j], sign))
+        store_global4(p + j * N, scaled(V[j], sign))
 
 
 @jit
@@ -206,8 +215,8 @@ def segment_gradients(
     x, beta, B, C and dy are int32 pairs, and their strides are in pairs; starts [b, h, TP / 16, p / 8, 2, n, p % 8]
     bfloat16, as pairs too. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
     Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], d log alpha of a block's
-    first token in parts, and for others NaN; changes [2, b, h, TP], by how much it grows from a token to the next;
-    dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
+    first token in parts, of which the first is NaN for others; changes [2, b, h, TP], by how much it grows from a token
+    to the next; dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
     """
     N: gl.constexpr = 128
     P: gl.constexpr = 64
@@ -284,8 +293,7 @@ def segment_gradients(
         v_scales = (load1(a_c), load1(a_c + 4), load1(a_c + 32), load1(a_c + 36))
         u_scales = (load1(a_c + 1024), load1(a_c + 1028), load1(a_c + 1056), load1(a_c + 1060))
         M, I, worst = _state(ahead, a_pairs, a_tile, v_scales, u_scales, first, b_prior + zero, b_prior * r_end)
-        store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
-        outgrown = any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
+        outgrown = _outgrown(a_idle, r_end, worst)
         p_previous = p_starts + (previous // 16 * (P * N) + o_start)
         prefetch(p_previous)
         prefetch(p_previous + 512)
@@ -313,8 +321,7 @@ def segment_gradients(
             M_4, I_4, worst = _state(
                 _load_start(p_start), a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end
             )
-            store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
-            single = any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
+            single = _outgrown(a_idle, r_end, worst)
             after = gl.where(zero_int + last == 15, alpha_after, load1(a_scales + 3076 + gl.minimum(last, 14) * 4))
             scale = gl.where(zero_int + single == 0, after * reciprocal(r_end), 1.0)
             E = _times_all(E, scale)

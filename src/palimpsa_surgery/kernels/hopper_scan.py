@@ -11,6 +11,7 @@ Letters as in `triton_scan.py`, whose backward pass goes on from step 2 in anoth
 import torch
 from torch import Tensor
 
+from .hopper_block import MOST_TOKENS
 from .hopper_carry import carry_keys, carry_rows, sub_chunk_starts
 from .hopper_gradients import HALVES, HEAD_DIM, NUM_WARPS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
@@ -19,8 +20,7 @@ from .hopper_read_out import read_out as read_out_kernel
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
-# Tokens a segment in the backward pass: no more, `hopper_block.py` has room for 256
-BACKWARD_SEGMENT = 256
+BACKWARD_SEGMENT = MOST_TOKENS  # tokens a segment in the backward pass
 SUB_CHUNK = 16
 # Value rows of a program of `sub_chunk_starts`: 2.25 ms with 16, 2.60 with 32, 3.41 with 64 and 4 warps
 START_ROWS = 16

@@ -9,6 +9,7 @@ from .hopper_lanes import (
     load4,
     pack,
     reciprocal,
+    scaled,
     store1,
     store4,
     store_global2_if,
@@ -21,12 +22,6 @@ from .hopper_lanes import (
 def add4(a, b):
     """Sum of fours."""
     return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
-
-
-@jit
-def times4(a, factor):
-    """Four times a factor."""
-    return (a[0] * factor, a[1] * factor, a[2] * factor, a[3] * factor)
 
 
 @jit
@@ -90,6 +85,7 @@ def _total(parts):
 
 @jit
 def _put_key_sums(parts, pointer, present, lane):
+    """Four lanes have the same sum, and all of them store it."""
     total = _total(parts)
     other = lane ^ 8
     total = (
@@ -198,13 +194,13 @@ def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, dpr
         t = 4 * i + warp
         a = base + ROW_SUMS_AT + t * 2048 + lane * 16
         total = add4(add4(load4(a), load4(a + 512)), add4(load4(a + 1024), load4(a + 1536)))
-        total = times4(total, sign)
+        total = scaled(total, sign)
         operand = load4(a_rows + 256 + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
         r = load1(a_scales + 1024 + t * 4)
         z = load4(base + PRIORS_AT + t * 512 + lane * 16)
         z = r * ((z[0] + z[1]) + (z[2] + z[3]))
         change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
         gl.store(p_changes + t, sum_of_warp(change - prior * z, lane), mask=lane == 0)
-        store_global4(p_rows + ((s // 2 * 2 * TP + t) * 64 + g * 8 + s % 2 * 4), times4(total, r))
+        store_global4(p_rows + ((s // 2).to(gl.int64) * 128 * TP + (t * 64 + g * 8 + s % 2 * 4)), scaled(total, r))
         dprior = dprior + z
     return dprior
