@@ -24,8 +24,8 @@ BACKWARD_SEGMENT = MOST_TOKENS  # tokens a segment in the backward pass
 SUB_CHUNK = 16
 # Value rows of a program of `sub_chunk_starts`: 2.25 ms with 16, 2.60 with 32, 3.41 with 64 and 4 warps
 START_ROWS = 16
-# Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 2.6 with 32, 3.0 with 128 and 8 warps) and of one of
-# `carry_keys`, and its keys (0.89 ms; 1.19 with 32 tokens, 0.97 with 128, 0.92 with 128 keys)
+# Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 3.2 with 32, 2.9 with 128) and of one of `carry_keys`,
+# and its keys (0.84 ms; 1.10 with 32 tokens, 0.93 with 128)
 CARRY_TOKENS = 64
 CARRY_KEYS = 64
 # Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
