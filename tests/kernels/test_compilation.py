@@ -170,8 +170,7 @@ def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
     compile_for(90, hopper_carry.carry_rows, types, constants, 4)
     del constants["HAS_DOC"]
     sums = types | dict.fromkeys(("changes", "flows", "ddt", "dA"), "*fp32")
-    sizes = {"S": hopper_scan.BACKWARD_SEGMENT, "BT": hopper_scan.SUB_CHUNK}
-    compile_for(90, hopper_scan.sum_flows, sums, sizes, 4)
+    compile_for(90, hopper_scan.sum_flows, sums, {"S": hopper_scan.BACKWARD_SEGMENT}, 2)
     compile_for(90, hopper_carry.carry_keys, types, constants | {"BN": hopper_scan.CARRY_KEYS}, 4)
 
 

@@ -34,9 +34,15 @@ ROW_VALUES = 2 * HALVES  # rows: float32 values for each token and value row
 
 
 @jit
+def _since_known(known_a, a, known_b, b):
+    """Of two stretches of tokens: whether a value is known in them, and that value with the changes since."""
+    return known_a | known_b, tl.where(known_b != 0, b, a + b)
+
+
+@jit
 def sum_flows(
     changes, flows, dvx, flow, whole, dt, A, ddt, dA, dt_b, dt_t, dt_h, ddt_b, ddt_t, ddt_h, T, TP, H, NSEG,
-    S: tl.constexpr, BT: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """ddt of one segment and head, and its part of dA [b, h, NSEG].
 
@@ -51,39 +57,27 @@ def sum_flows(
     o_t = tl.arange(0, S)
     t = i_seg * S + o_t
     m_t = t < T
+    m_before = m_t & (o_t > 0)
     part = tl.num_programs(1).to(tl.int64)
     p_t = i_bh * TP + t
-    b_flow = tl.load(flow + p_t, mask=m_t, other=0.0) + tl.load(flow + part * TP + p_t, mask=m_t, other=0.0)
-    b_whole = tl.load(whole + i_bh * NSEG + i_seg) + tl.load(whole + (part + i_bh) * NSEG + i_seg)
-    known = ()
-    change = ()
+    b_flow = tl.load(flow + p_t - 1, mask=m_before, other=0.0)
+    b_flow += tl.load(flow + part * TP + p_t - 1, mask=m_before, other=0.0)
+    b_q = tl.cumsum(b_flow, 0) + tl.load(whole + i_bh * NSEG + i_seg) + tl.load(whole + (part + i_bh) * NSEG + i_seg)
     for _ in tl.static_range(2):  # each half has blocks of its own
-        b_known = tl.load(flows + p_t * 4, mask=m_t, other=float("nan"))
+        b_first = tl.load(flows + p_t * 4, mask=m_t, other=float("nan"))
+        m_known = b_first == b_first
         for i in tl.static_range(1, 4):
-            b_known += tl.load(flows + p_t * 4 + i, mask=b_known == b_known, other=0.0)
-        known += (b_known,)
-        change += (tl.load(changes + p_t, mask=m_t, other=0.0),)
+            b_first += tl.load(flows + p_t * 4 + i, mask=m_known, other=0.0)
+        b_change = tl.load(changes + p_t - 1, mask=m_before, other=0.0)
+        b_value = tl.where(m_known, b_first, b_change)
+        _, b_sum = tl.associative_scan((m_known.to(tl.int32), b_value), 0, _since_known)
+        b_q += b_sum
         p_t += part * TP
     b_A = tl.load(A + h)
-    b_dA = 0.0
-    for j in range(0, S, BT):
-        o_j = j + tl.arange(0, BT)
-        m_before = o_t[None, :] < o_j[:, None]
-        b_q = tl.sum(tl.where(m_before, b_flow[None, :], 0.0), 1) + b_whole
-        for half in tl.static_range(2):
-            # the last token up to here whose value is known, and the changes since
-            m_known = known[half] == known[half]
-            m_known = m_known[None, :] & (o_t[None, :] <= o_j[:, None])
-            b_last = tl.max(tl.where(m_known, o_t[None, :], 0), 1)
-            b_q += tl.sum(tl.where(o_t[None, :] == b_last[:, None], known[half][None, :], 0.0), 1)
-            b_q += tl.sum(tl.where(m_before & (o_t[None, :] >= b_last[:, None]), change[half][None, :], 0.0), 1)
-        t_j = i_seg * S + o_j
-        m_j = t_j < T
-        b_dt = tl.load(dt + b * dt_b + t_j * dt_t + h * dt_h, mask=m_j, other=0.0)
-        b_dvx = tl.load(dvx + i_bh * TP + t_j, mask=m_j, other=0.0)
-        tl.store(ddt + b * ddt_b + t_j * ddt_t + h * ddt_h, b_dvx - b_A * b_q, mask=m_j)
-        b_dA -= tl.sum(b_dt * b_q, 0)
-    tl.store(dA + i_bh * NSEG + i_seg, b_dA)
+    b_dt = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=m_t, other=0.0)
+    b_dvx = tl.load(dvx + i_bh * TP + t, mask=m_t, other=0.0)
+    tl.store(ddt + b * ddt_b + t * ddt_t + h * ddt_h, b_dvx - b_A * b_q, mask=m_t)
+    tl.store(dA + i_bh * NSEG + i_seg, -tl.sum(tl.where(m_t, b_dt * b_q, 0.0), 0))
 
 
 def fits(x: Tensor, beta: Tensor, B: Tensor) -> bool:
@@ -179,6 +173,6 @@ def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, dB, dx
     dA = x.new_empty(batch, heads, segments, dtype=torch.float32)
     sum_flows[(segments, batch * heads)](
         changes, flows, dvx, flow, whole, dt, A, ddt, dA, *dt.stride(), *ddt.stride(), time, padded, heads, segments,
-        S=segment, BT=SUB_CHUNK, num_warps=4,
+        S=segment, num_warps=2,
     )  # fmt: skip
     return torch.stack((dA.sum((0, 2)), dprior.sum((0, 1, 3, 4))))
