@@ -54,8 +54,10 @@ def pointer(tensor: torch.Tensor) -> Pointer:
     return Pointer(flat, np.int64(tensor.storage_offset()))
 
 
-def load(address: Pointer) -> Register:
-    offset = np.asarray(address.offset)
+def load(address: Pointer, mask=True, other=0) -> Register:
+    offset, mask = np.broadcast_arrays(address.offset, mask)
+    if not mask.all():
+        return Machine._where(mask, load(Pointer(address.flat, np.where(mask, offset, 0))), other)
     assert (offset >= 0).all()
     values = address.flat[torch.from_numpy(offset)]
     return register((values.float() if values.is_floating_point() else values).numpy())
@@ -182,8 +184,10 @@ class Machine:
             "load4_bits": lambda address: self._words(address, 4),
             "load1": lambda address: register(self.shared.read(address)),
             "load2_bits": lambda address: self._words(address, 2),
-            "any_of_block": self._any_of_block,
-            "prefetch": lambda address: None,
+            "uniform": self._uniform,
+            "count_bits": lambda v: int(v).bit_count(),
+            "highest_bit": lambda v: int(v).bit_length() - 1,
+            "thread_anew": lambda zero: register(np.arange(self.threads, dtype=np.int32)),
             "store2_bits": self._store2_bits,
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
@@ -251,10 +255,10 @@ class Machine:
         for i, value in enumerate(values):
             self.shared.write(address + 4 * i, value)
 
-    def _any_of_block(self, address):
-        found = self.shared.read(address + 4 * np.arange(self.threads)) > 0
-        self.shared.barrier()
-        return register(np.int32(found.any()))
+    @staticmethod
+    def _uniform(value):
+        assert np.unique(value).size == 1
+        return register(np.int32(np.ravel(value)[0]))
 
     def _store2_bits(self, address, a, b):
         assert (address % 8 == 0).all()

@@ -11,6 +11,7 @@ from .hopper_lanes import (
     load2_bits,
     load4_bits,
     low,
+    pack,
     reciprocal,
     store1,
     store2_bits,
@@ -24,15 +25,16 @@ from .hopper_lanes import (
 ROW_SUMS_AT = gl.constexpr(12288)
 PRIORS_AT = gl.constexpr(47104)
 # Operands: rows of this block and of the next [2, 16, (dy, v, u), 64], keys [16, 4 warps, (C, B, B²), 16], and x and
-# beta in pairs of tokens, as first operands of products lie [2, 4, 8, 4, 4].
+# beta in pairs of tokens, as first operands of products lie [2, 4, 8, 4, 4], of a block that outgrows its start.
 ROWS_AT = gl.constexpr(55296)
 KEYS_AT = gl.constexpr(79872)
 PAIRS_AT = gl.constexpr(92160)
 # x, beta, dy, B and C as they were copied, in the order in which threads take them [5, 128, 4 words]
 RAW_AT = gl.constexpr(96256)
 IDLE_AT = gl.constexpr(106496)  # a word for each thread
-SCALES_AT = gl.constexpr(107008)  # of all the segment's tokens [256]: dt / c, 1 / c, dq, alpha and dt
-WORDS = gl.constexpr(219)  # rows of 128 words
+SCALES_AT = gl.constexpr(107008)  # of all the segment's tokens [256]: dt / c, 1 / c and dq
+SPANS_AT = gl.constexpr(110080)  # of its blocks [16]: factors and parts
+WORDS = gl.constexpr(216)  # rows of 128 words
 MOST_TOKENS = 256  # of a segment
 
 
@@ -112,7 +114,10 @@ def _put_eight(a, raw):
 
 @jit
 def _squares(a, b):
-    return (low(a) * low(a), high(a) * high(a), low(b) * low(b), high(b) * high(b))
+    """Of four keys, rounded as the products round them that make the anchors."""
+    first = pack(low(a) * low(a), high(a) * high(a))
+    second = pack(low(b) * low(b), high(b) * high(b))
+    return (low(first), high(first), low(second), high(second))
 
 
 @jit
@@ -144,72 +149,60 @@ def put_block(base, a_rows, a_scales, tid, left):
     one = (tid * 0).to(gl.float32) + 1.0
     _put_rows(a_rows + pair * 768 + tid % 16 * 16, dy, one, one)
     _put_scaled(a_rows, a_scales, tid, x, u)
-    a_put = _place_of_pairs(base, tid)
-    _put_pairs(a_put, x)
-    _put_pairs(a_put + 2048, u)
     _put_keys(base, tid)
 
 
 @jit
-def _grown(c, first, prior, lane):
-    """1 / c of each lane's token, and by how much it lets I_prior / c grow unless the token is a block's first."""
-    r = reciprocal(c)
-    return r, gl.where(first, 0.0, prior * (r - from_lane(r, lane - 1)))
-
-
-@jit
-def put_scales(base, p_dt, p_doc, dt_t, A, prior, steps, before, tid, n_tokens, HAS_DOC: gl.constexpr):
-    """What only dt decides, of all the segment's tokens: one a thread, and 16 threads a block."""
-    lane = tid % 32
-    t = tid % 16
+def put_scales(base, p_dt, p_scales, p_factors, p_parts, dt_t, prior, steps, tid, n_tokens):
+    """What the decays decide, of all the segment's tokens, one a thread; and of its blocks."""
+    there = tid < n_tokens // 16
+    a = gl.where(there, base + SPANS_AT + tid * 4, base + IDLE_AT + tid * 4)
+    store1(a, gl.load(p_factors + tid, mask=there, other=0.0))
+    store1(gl.where(there, a + 64, a), gl.load(p_parts + tid, mask=there, other=0).to(gl.float32))
     for i in range(gl.cdiv(n_tokens, 128)):
         token = i * 128 + tid
-        o = gl.minimum(token, steps - 1)
-        dt = gl.where(token < steps, gl.load(p_dt + o * dt_t), 0.0)
-        alpha = gl.exp(-A * dt)
-        if HAS_DOC:
-            goes_on = gl.load(p_doc + o) == gl.load(p_doc + gl.maximum(o - 1, before))
-            alpha = gl.where(goes_on | (token >= steps), alpha, 0.0)
-        kept = gl.where(t == 0, 1.0, alpha)
-        for k in gl.static_range(4):
-            kept = gl.where(t >= 1 << k, kept * from_lane(kept, lane - (1 << k)), kept)
-        r, dq = _grown(kept, t == 0, prior, lane)
+        there = token < n_tokens
+        dt = gl.load(p_dt + gl.minimum(token, steps - 1) * dt_t)
+        r = gl.load(p_scales + token, mask=there, other=1.0)
+        r_before = gl.load(p_scales + gl.maximum(token - 1, 0), mask=there, other=1.0)
+        ended = gl.load(p_parts + gl.maximum(token // 16 - 1, 0), mask=there, other=0) > 0
+        first = (token == 0) | ((token % 16 == 0) & ended)
         a = base + SCALES_AT + token * 4
-        store1(a, dt * r)
+        store1(a, gl.where(token < steps, dt, 0.0) * r)
         store1(a + 1024, r)
-        store1(a + 2048, dq)
-        store1(a + 3072, alpha)
-        store1(a + 4096, dt)
+        store1(a + 2048, gl.where(first, 0.0, prior * (r - r_before)))
 
 
 @jit
-def _put_scales_if(base, a_scales, tid, condition, v_scale, u_scale, dq):
-    """Three scales of a thread's token, if the condition holds."""
-    a = gl.where(condition, a_scales + tid % 16 * 4, base + IDLE_AT + tid * 4)
-    store1(a, v_scale)
-    store1(gl.where(condition, a + 1024, a), u_scale)
-    store1(gl.where(condition, a + 2048, a), dq)
+def decays(p_dt, p_doc, dt_t, A, start, steps, before, t, HAS_DOC: gl.constexpr):
+    """alpha and dt of a block's tokens; each warp has them all, in lanes t and t + 16."""
+    token = start + t
+    o = gl.minimum(token, steps - 1)
+    dt = gl.where(token < steps, gl.load(p_dt + o * dt_t), 0.0)
+    alpha = gl.exp(-A * dt)
+    if HAS_DOC:
+        goes_on = gl.load(p_doc + o) == gl.load(p_doc + gl.maximum(o - 1, before))
+        alpha = gl.where(goes_on | (token >= steps), alpha, 0.0)
+    return alpha, dt
 
 
 @jit
-def put_fours(base, a_scales, prior, tid):
-    """The block's scales where four tokens are a block."""
+def put_parts(base, a_scales, alpha, dt, parts, prior, tid):
+    """The block's scales within parts that begin with the tokens whose bits are set; returns 1 / c."""
     t = tid % 16
     lane = tid % 32
-    dt = load1(a_scales + 4096 + t * 4)
-    kept = gl.where(t % 4 == 0, 1.0, load1(a_scales + 3072 + t * 4))
-    for k in gl.static_range(2):
-        kept = gl.where(t % 4 >= 1 << k, kept * from_lane(kept, lane - (1 << k)), kept)
-    r, dq = _grown(kept, t % 4 == 0, prior, lane)
-    _put_scales_if(base, a_scales, tid, tid < 16, dt * r, r, dq)
-
-
-@jit
-def put_ones(base, a_scales, first, tid):
-    """The scales of four tokens of which each is a block."""
-    t = tid % 16
-    dt = load1(a_scales + 4096 + t * 4)
-    _put_scales_if(base, a_scales, tid, (tid < 16) & (t // 4 == first // 4), dt, dt * 0.0 + 1.0, dt * 0.0)
+    first = ((parts >> t) & 1) != 0
+    kept = gl.where(first, 1.0, alpha)
+    for k in gl.static_range(4):
+        begun = (parts >> gl.maximum(t + 1 - (1 << k), 0)) & ((1 << (1 << k)) - 1)  # by the last 2^k tokens
+        kept = gl.where((t >= 1 << k) & (begun == 0), kept * from_lane(kept, lane - (1 << k)), kept)
+    r = reciprocal(kept)
+    dq = gl.where(first, 0.0, prior * (r - from_lane(r, lane - 1)))
+    a = gl.where(tid < 16, a_scales + t * 4, base + IDLE_AT + tid * 4)
+    store1(a, dt * r)
+    store1(gl.where(tid < 16, a + 1024, a), r)
+    store1(gl.where(tid < 16, a + 2048, a), dq)
+    return r
 
 
 @jit
@@ -219,24 +212,42 @@ def _of_column(v, c):
 
 
 @jit
-def scales_of(a_scales, t, first, last, lane, c):
-    """For the state after token `last` of a block from `first` on: scales of v and u, how much of the start is kept.
+def scales_of(alpha, dt, r, t, first, last, lane, c):
+    """For the state after token `last` of a part from `first` on: scales of x and beta, how much of the start is kept.
 
-    That, and the scales of tokens before the block, are decays to its first token.
+    The start is the block's, with the decay of its first token. What is kept, and the scales of tokens before the part,
+    are decays to the part's first token.
     """
-    later = gl.where(t <= first, load1(a_scales + 3072 + t * 4), 1.0)
+    later = gl.where((t <= first) & (t > 0), alpha, 1.0)
     for i in gl.static_range(4):
         later = gl.where(t < 16 - (1 << i), later * from_lane(later, lane + (1 << i)), later)
     kept = from_lane(later, lane * 0)
     later = gl.where(t == 15, 1.0, from_lane(later, lane + 1))
-    u = gl.where(t < first, later, gl.where(t <= last, load1(a_scales + 1024 + t * 4), 0.0))
-    v = u * load1(a_scales + 4096 + t * 4)
-    return _of_column(v, c), _of_column(u, c), kept
+    u = gl.where(t < first, later, gl.where(t <= last, r, 0.0))
+    return _of_column(u * dt, c), _of_column(u, c), kept
+
+
+@jit
+def put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, tid):
+    """x and beta in pairs of tokens, for products."""
+    pair = tid // 16 * 2
+    t0 = gl.minimum(start + pair, steps - 1)
+    t1 = gl.minimum(start + pair + 1, steps - 1)
+    o = tid % 16 * 2
+    a = _place_of_pairs(base, tid)
+    _put_pairs(a, _unless_past(_two_tokens(p_x + o, t0 * x_t, t1 * x_t), pair, steps - start))
+    _put_pairs(a + 2048, _unless_past(_two_tokens(p_beta + o, t0 * beta_t, t1 * beta_t), pair, steps - start))
+
+
+@jit
+def _two_tokens(p, o0, o1):
+    """Two words each of two tokens."""
+    return gl.load(p + o0), gl.load(p + (o0 + 1)), gl.load(p + o1), gl.load(p + (o1 + 1))
 
 
 @jit
 def rescale(base, a_rows, a_scales, tid):
-    """v and u anew, with other scales."""
+    """v and u anew, with other scales, and for all to see what `put_pairs` has put."""
     barrier()
     a = _place_of_pairs(base, tid)
     _put_scaled(a_rows, a_scales, tid, _from_pairs(a), _from_pairs(a + 2048))

@@ -1,6 +1,6 @@
 """What the gradient kernel of `hopper_gradients.py` leaves to matrix products, in plain Triton.
 
-Before it, `sub_chunk_starts` carries the states of a segment over its sub-chunks of 16 tokens. After it and
+After it and
 `pass_states`, `carry_rows` and `carry_keys` add what the adjoints E and E_I after a segment send back to its tokens.
 With w[s] the decay from token s to the segment's end and v = dt x,
 
@@ -11,78 +11,6 @@ segment decay (E · M_start + E_I · Ibar_start).
 """
 
 from .triton_jit import jit, tl
-
-
-@jit
-def _add_product(b_keys, b_written, b_sum, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """b_sum + b_keys b_written, whose rows are not rounded: they are two parts of the operands' type."""
-    b_part = b_written.to(DOT)
-    b_rest = (b_written - b_part.to(tl.float32)).to(DOT)
-    b_sum = tl.dot(b_keys, b_part, acc=b_sum, input_precision=PRECISION)
-    return tl.dot(b_keys, b_rest, acc=b_sum, input_precision=PRECISION)
-
-
-@jit
-def sub_chunk_starts(
-    x, dt, beta, A, B, doc, states, starts,
-    x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g,
-    T, TP, H, HPG, NSEG, S,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, HAS_DOC: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """starts [b, h, TP / 16, p / 8, 2, n, p % 8] = M and Ibar before every 16th token of one segment, BP value rows.
-
-    states [b, h, NSEG + 1, 2, p, n].
-    """
-    i_p = tl.program_id(0) % (P // BP)
-    i_seg = (tl.program_id(0) // (P // BP)).to(tl.int64)
-    i_bh = tl.program_id(1).to(tl.int64)
-    b = i_bh // H
-    h = i_bh % H
-    o_l = tl.arange(0, 16)
-    o_p = i_p * BP + tl.arange(0, BP)
-    o_n = tl.arange(0, N)
-    t0 = i_seg * S
-    time = tl.minimum(S, T - t0).to(tl.int32)
-    p_x = x + b * x_b + h * x_h + t0 * x_t + o_l[:, None] * x_t + o_p[None, :]
-    p_beta = beta + b * beta_b + h * beta_h + t0 * beta_t + o_l[:, None] * beta_t + o_p[None, :]
-    p_B = B + b * B_b + (h // HPG) * B_g + t0 * B_t + o_l[None, :] * B_t + o_n[:, None]
-    p_dt = dt + b * dt_b + h * dt_h + t0 * dt_t + o_l * dt_t
-    chunk = i_bh * (TP // 16) + i_seg * (S // 16)
-    p_doc = doc + b * T + t0
-    b_A = tl.load(A + h)
-    p_s = states + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N + o_p[None, :] * N + o_n[:, None]
-    p_starts = starts + chunk * (2 * P * N) + (o_p // 8 * (16 * N) + o_p % 8)[None, :] + o_n[:, None] * 8
-    b_M = tl.load(p_s)  # [N, BP]
-    b_I = tl.load(p_s + P * N)
-    for start in range(0, time, 16):
-        tl.store(p_starts, b_M.to(starts.dtype.element_ty))
-        tl.store(p_starts + 8 * N, b_I.to(starts.dtype.element_ty))
-        m_t = start + o_l < time
-        b_dt = tl.load(p_dt, mask=m_t, other=0.0)
-        # decay to the sub-chunk's end, over the later tokens alone, as in `_carry_state`
-        b_later = tl.load(p_dt + dt_t, mask=(o_l < 15) & (start + o_l + 1 < time), other=0.0)
-        b_out = tl.exp(-b_A * tl.cumsum(b_later, 0, reverse=True))  # [16]
-        b_keep = tl.exp(-b_A * tl.sum(b_dt, 0))
-        if HAS_DOC:
-            last = tl.minimum(start + 16, time) - 1
-            b_last = tl.load(p_doc + last)
-            b_doc = tl.load(p_doc + start + o_l, mask=m_t, other=-1)
-            b_out = tl.where(b_doc == b_last, b_out, 0.0)
-            # the state before the first token of all belongs to its document
-            b_before = tl.load(p_doc + start - (t0 + start > 0).to(tl.int32))
-            b_keep = tl.where(b_before == b_last, b_keep, 0.0)
-        b_x = tl.load(p_x, mask=m_t[:, None], other=0.0).to(tl.float32)  # [16, BP]
-        b_u = tl.load(p_beta, mask=m_t[:, None], other=0.0).to(tl.float32)
-        b_B = tl.load(p_B, mask=m_t[None, :], other=0.0)  # [N, 16]
-        b_Bf = b_B.to(tl.float32)
-        b_M = _add_product(b_B.to(DOT), b_x * (b_dt * b_out)[:, None], b_M * b_keep, DOT, PRECISION)
-        b_I = _add_product((b_Bf * b_Bf).to(DOT), b_u * b_out[:, None], b_I * b_keep, DOT, PRECISION)
-        p_x += 16 * x_t
-        p_beta += 16 * beta_t
-        p_B += 16 * B_t
-        p_dt += 16 * dt_t
-        p_starts += 2 * P * N
 
 
 @jit

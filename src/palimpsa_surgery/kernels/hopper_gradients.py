@@ -20,38 +20,40 @@ states at the starts are rounded, and what is missed there would stay where litt
 """
 
 from .hopper_block import (
-    IDLE_AT,
     KEYS_AT,
     PAIRS_AT,
     ROWS_AT,
     SCALES_AT,
+    SPANS_AT,
     WORDS,
     copy_block,
+    decays,
     put_block,
-    put_fours,
-    put_ones,
+    put_pairs,
+    put_parts,
     put_scales,
     rescale,
     scales_of,
 )
 from .hopper_lanes import (
-    any_of_block,
     barrier,
     beyond,
+    count_bits,
+    from_lane,
     gl,
-    high,
+    highest_bit,
     jit,
     load1,
     load4_bits,
     load_global4,
-    low,
+    load_scalar,
     mma16,
-    prefetch,
     reciprocal,
     scaled,
     shared_base,
-    store1,
     store_global4,
+    thread_anew,
+    uniform,
     upper,
     wait_async,
 )
@@ -60,7 +62,6 @@ from .hopper_token import add4, add_up, last_token, sum_of_warp, token
 HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
 NUM_WARPS = 4  # of 16 keys each
 HALVES = 2  # programs for all keys
-GROWTH = gl.constexpr(4096.0)  # I / c over 16 tokens, and 1 / c
 
 
 @jit
@@ -124,69 +125,66 @@ def _from_tiles(tiles, j: gl.constexpr):
 
 
 @jit
-def _load_start(pointer):
-    """A lane's eight rows of four keys of M, then of Ibar, as they lie: pairs of bfloat16 [2, n, 8 rows]."""
+def _load_state(pointer):
+    """A lane's eight rows of four keys, as `anchor_states` puts them."""
     keys = ()
-    for i in gl.static_range(4):
-        keys += (load_global4(pointer + 4 * i),)
-    for i in gl.static_range(4):
-        keys += (load_global4(pointer + (512 + 4 * i)),)
-    return keys
-
-
-@jit
-def _rows_of(k0, k1, k2, k3):
-    """Four keys of eight rows as rows."""
+    for k in gl.static_range(4):
+        for i in gl.static_range(2):
+            keys += (load_global4(pointer + (32 * k + 4 * i)),)
     rows = ()
-    for i in gl.static_range(4):
-        rows += (
-            (low(k0[i]), low(k1[i]), low(k2[i]), low(k3[i])),
-            (high(k0[i]), high(k1[i]), high(k2[i]), high(k3[i])),
-        )
+    for j in gl.static_range(8):
+        row = ()
+        for k in gl.static_range(4):
+            row += (keys[2 * k + j // 4][j % 4].to(gl.float32, bitcast=True),)
+        rows += (row,)
     return rows
 
 
 @jit
-def _state(start, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
-    """M and I after a token: `kept` of the start's, and what was written; more than zero where I has outgrown `GROWTH`.
+def _parts(block):
+    """Of a block, from shared memory; of one before the first, its own."""
+    address = shared_base(gl.to_tensor(0)) + (SPANS_AT + 64) + gl.maximum(block, 0) * 4
+    return uniform(load_scalar(address).to(gl.int32))
+
+
+@jit
+def _of_lane(anchors, zero):
+    """A lane's own part of an anchor."""
+    tid = thread_anew(zero)
+    return anchors + (tid % 32 // 4 * 2048 + tid // 32 * 128 + tid % 4 * 8)
+
+
+@jit
+def _state(pointer, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
+    """M and I after a token: `kept` of what the pointer has, and what was written since.
 
     `prior` and `prior_end`: I_prior / c of the block's first token and of this one.
     """
-    old = _rows_of(start[0], start[1], start[2], start[3])
+    old = _load_state(pointer)
     tiles = _written(a_pairs, a_keys, v_scales)
     M = ()
     for j in gl.static_range(8):
         M += (add4(scaled(old[j], kept), _from_tiles(tiles, j)),)
-    old = _rows_of(start[4], start[5], start[6], start[7])
+    old = _load_state(pointer + 1024)
     tiles = _written(a_pairs + 2048, a_keys + 64, u_scales)
     grown = prior_end - prior
-    zero = grown * 0.0
-    worst = (zero, zero, zero, zero)
     I = ()
     for j in gl.static_range(8):
         new = _from_tiles(tiles, j)
         row = ()
-        still = ()
         for k in gl.static_range(4):
-            before = old[j][k] * kept + prior
-            added = new[k] + grown
-            still += (gl.maximum(worst[k], added - GROWTH * before),)
-            row += (before + added,)
-        worst = still
+            row += ((old[j][k] * kept + prior) + (new[k] + grown),)
         I += (row,)
-    return M, I, gl.maximum(gl.maximum(worst[0], worst[1]), gl.maximum(worst[2], worst[3]))
+    return M, I
 
 
 @jit
-def _outgrown(a_idle, r_end, worst):
-    """1 for all threads if one of them has an element that has grown too much, or 1 / c has, otherwise 0."""
-    store1(a_idle, gl.where((r_end <= GROWTH) & (worst <= 0.0), 0.0, 1.0))
-    return any_of_block(shared_base(gl.to_tensor(0)) + IDLE_AT)
+def _flow(M, I, E, J, prior, keep, lane):
+    """What flows through a span's first token, of a warp's elements: E · alpha M + E_I · alpha Ibar.
 
-
-@jit
-def _flow(M, I, E, J, prior, lane):
-    """What flows through a block's first token, of a warp's elements: E · alpha M + E_I · alpha Ibar."""
+    Nothing where nothing is kept: what is left there of a token that was taken back is rounding, which a huge dt would
+    make matter.
+    """
     zero = prior * 0.0
     flow = (zero, zero, zero, zero)
     for j in gl.static_range(8):
@@ -194,7 +192,7 @@ def _flow(M, I, E, J, prior, lane):
         for k in gl.static_range(4):
             more += (flow[k] + M[j][k] * E[j][k] - (I[j][k] - prior) * J[j][k],)
         flow = more
-    return sum_of_warp((flow[0] + flow[1]) + (flow[2] + flow[3]), lane)
+    return gl.where(keep > 0.0, sum_of_warp((flow[0] + flow[1]) + (flow[2] + flow[3]), lane), 0.0)
 
 
 @jit
@@ -206,15 +204,15 @@ def _put_state(p, V, sign, N: gl.constexpr):
 
 @jit
 def segment_gradients(
-    x, dt, beta, A, B, C, prior, doc, dy, starts, adjoints, rows, keys, changes, flows, dprior,
-    x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
+    x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, anchors, adjoints, rows, keys, changes, flows,
+    dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
     T, TP, H, HPG, NSEG, S, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
     """All gradients of one segment, one head and 64 keys that its own tokens cause.
 
-    x, beta, B, C and dy are int32 pairs, and their strides are in pairs; starts [b, h, TP / 16, p / 8, 2, n, p % 8]
-    bfloat16, as pairs too. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
-    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], d log alpha of a block's
+    x, beta, B, C and dy are int32 pairs, and their strides are in pairs; scales, factors, parts and anchors are those
+    of `hopper_spans.py`. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
+    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], d log alpha of a span's
     first token in parts, of which the first is NaN for others; changes [2, b, h, TP], by how much it grows from a token
     to the next; dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
     """
@@ -239,7 +237,6 @@ def segment_gradients(
     h = i_bh % H
     t0 = i_seg * S
     steps = gl.minimum(S, T - t0).to(gl.int32)
-    b_A = gl.load(A + h)
     b_prior = gl.load(prior + h)
     chunk = i_bh * (TP // 16) + i_seg * (S // 16)  # the segment's first block
     p_x = x + (b * x_b + h * x_h + t0 * x_t)
@@ -248,127 +245,123 @@ def segment_gradients(
     p_B = B + (b * B_b + (h // HPG) * B_g + t0 * B_t + half * 32)
     p_C = C + (b * C_b + (h // HPG) * C_g + t0 * C_t + half * 32)
     p_dt = dt + (b * dt_b + h * dt_h + t0 * dt_t)
-    p_doc = doc + (b * T + t0)
-    before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
     p_rows = rows + ((i_bh * 4 + half) * TP + t0) * P
     p_keys = keys + ((i_bh * TP + t0) * (N // 2) + half * 32)
     p_changes = changes + ((half * n_bh + i_bh) * TP + t0)
     p_flows = flows + ((half * n_bh + i_bh) * TP + t0) * 4
+    p_factors = factors + chunk
+    p_parts = parts + chunk
     # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     o_key = warp * 16 + c * 4
     p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
-    p_starts = starts + (chunk * (P * N) + half * 256)
-    o_start = g * (8 * N) + o_key * 4
+    p_anchors = anchors + (chunk * (2 * P * N) + half * 512)
     a_keys = base + KEYS_AT + warp * 192 + c * 16
-    a_pairs = base + PAIRS_AT + c * 512 + g * 64
-    k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
-    a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
-    a_idle = base + IDLE_AT + tid * 4
 
     nothing = T >> 31  # zero, which the compiler cannot know
     n_blocks = gl.cdiv(steps, 16)
     zeros = (zero, zero, zero, zero)
     E = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     J = E
+    M = E
+    I = E
     dprior_sum = zero
-    alpha_after = zero  # of the token after the block
     start = (n_blocks - 1) * 16
     copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps)
-    ahead = _load_start(p_starts + (start // 16 * (P * N) + o_start))
-    put_scales(base, p_dt, p_doc, dt_t, b_A, b_prior, steps, before, tid, n_blocks * 16, HAS_DOC)
+    put_scales(base, p_dt, scales + chunk * 16, p_factors, p_parts, dt_t, b_prior, steps, tid, n_blocks * 16)
+    for _ in range(gl.where(uniform(gl.load(p_parts + (n_blocks - 1))) == 1, 1, 0)):
+        p_anchor = _of_lane(p_anchors + (n_blocks - 1) * (2 * P * N), zero_int)
+        M = _load_state(p_anchor)
+        I = _load_state(p_anchor + 8 * N)
     barrier()
     put_block(base, base + ROWS_AT, base + SCALES_AT + start * 4, tid, steps - start)
     previous = gl.maximum(start - 16, 0)
     copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
     barrier()
-    t = lane % 16
     for i_block in range(n_blocks):
         start = (n_blocks - 1 - i_block) * 16
         previous = gl.maximum(start - 16, 0)
         a_scales = base + SCALES_AT + start * 4
         a_rows = base + ROWS_AT + i_block % 2 * 12288
-        first = load1(a_scales + 3072)
-        r_end = load1(a_scales + 1084)
-        a_c = a_scales + c * 8
-        v_scales = (load1(a_c), load1(a_c + 4), load1(a_c + 32), load1(a_c + 36))
-        u_scales = (load1(a_c + 1024), load1(a_c + 1028), load1(a_c + 1056), load1(a_c + 1060))
-        M, I, worst = _state(ahead, a_pairs, a_tile, v_scales, u_scales, first, b_prior + zero, b_prior * r_end)
-        outgrown = _outgrown(a_idle, r_end, worst)
-        p_previous = p_starts + (previous // 16 * (P * N) + o_start)
-        prefetch(p_previous)
-        prefetch(p_previous + 512)
-        gl.store(p_flows + (start + t) * 4, zero + float("nan"), mask=tid < 16)
-        # one block of 16 tokens
-        scale = gl.where(zero_int + outgrown == 0, alpha_after * reciprocal(r_end), 1.0)
-        E = _times_all(E, scale)
-        J = _times_all(J, scale)
-        for i_token in range(16 - 16 * outgrown):
+        a_spans = base + SPANS_AT + start // 4
+        t = thread_anew(zero_int)
+        gl.store(p_flows + (start + t), zero + float("nan"), mask=t < 64)
+        b_parts = _parts(start // 16)
+        whole = gl.where(b_parts > 1, 0, 1)
+        # the last block of a span
+        for _ in range(whole * b_parts):
+            factor = gl.where(zero_int + i_block == 0, 0.0, load1(a_spans + 4))
+            E = _times_all(E, factor)
+            J = _times_all(J, factor)
+        for i_token in range(16 * whole):
             M, I, E, J = token(
                 M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales,
                 p_outs + start * (N // 2), warp, lane, nothing,
             )  # fmt: skip
-        flow = _flow(M, I, E, J, b_prior + zero, lane)
-        gl.store(p_flows + (start * 4 + warp), flow, mask=lane == outgrown * 32)
-        # blocks of four tokens
-        for _ in range(outgrown):
-            put_fours(base, a_scales, b_prior, tid)
+        # or a block that outgrows its start, in parts
+        for _ in range(1 - whole):
+            tid = thread_anew(zero_int)
+            t = tid % 16
+            lane = tid % 32
+            warp = tid // 32
+            g = lane // 4
+            c = lane % 4
+            a_pairs = base + PAIRS_AT + c * 512 + g * 64
+            k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
+            a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
+            p_doc = doc + (b * T + t0)
+            before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
+            alpha, d = decays(p_dt, p_doc, dt_t, gl.load(A + h), start, steps, before, t, HAS_DOC)
+            r = put_parts(base, a_scales, alpha, d, b_parts, b_prior, tid)
+            put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, tid)
             rescale(base, a_rows, a_scales, tid)
-        for i_four in range(4 * outgrown):
-            last = 15 - 4 * i_four
-            p_start = p_starts + (start // 16 * (P * N) + o_start)
-            v_scales, u_scales, kept = scales_of(a_scales, t, last - 3, last, lane, c)
-            r_end = load1(a_scales + 1024 + last * 4)
-            M_4, I_4, worst = _state(
-                _load_start(p_start), a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end
-            )
-            single = _outgrown(a_idle, r_end, worst)
-            after = gl.where(zero_int + last == 15, alpha_after, load1(a_scales + 3076 + gl.minimum(last, 14) * 4))
-            scale = gl.where(zero_int + single == 0, after * reciprocal(r_end), 1.0)
-            E = _times_all(E, scale)
-            J = _times_all(J, scale)
-            for i_token in range(4 - 4 * single):
-                M_4, I_4, E, J = token(
-                    M_4, I_4, E, J, last - i_token, base, a_rows + g * 32, a_keys, a_scales,
-                    p_outs + start * (N // 2), warp, lane, nothing,
+            last = 15
+            for _ in range(count_bits(b_parts)):
+                first = highest_bit(b_parts & ((2 << last) - 1))
+                v_scales, u_scales, kept = scales_of(alpha, d, r, t, first, last, lane, c)
+                r_end = from_lane(r, zero_int + last)
+                M, I = _state(
+                    _of_lane(p_anchors + start // 16 * (2 * P * N), zero_int),
+                    a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end,
                 )  # fmt: skip
-            flow = _flow(M_4, I_4, E, J, b_prior + zero, lane)
-            gl.store(p_flows + ((start + last - 3) * 4 + warp), flow, mask=lane == single * 32)
-            # or each of them a block
-            for _ in range(single):
-                put_ones(base, a_scales, last, tid)
-                rescale(base, a_rows, a_scales, tid)
-            for i_token in range(4 * single):
-                t_k = last - i_token
-                v_scales, u_scales, kept = scales_of(a_scales, t, t_k, t_k, lane, c)
-                M_1, I_1, worst = _state(
-                    _load_start(p_start), a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior + zero
-                )
-                scale = gl.where(zero_int + t_k == 15, alpha_after, load1(a_scales + 3076 + gl.minimum(t_k, 14) * 4))
-                E = _times_all(E, scale)
-                J = _times_all(J, scale)
-                M_1, I_1, E, J = token(
-                    M_1, I_1, E, J, t_k, base, a_rows + g * 32, a_keys, a_scales,
-                    p_outs + start * (N // 2), warp, lane, nothing,
-                )  # fmt: skip
-                flow = _flow(M_1, I_1, E, J, b_prior + zero, lane)
-                gl.store(p_flows + ((start + t_k) * 4 + warp), flow, mask=lane == 0)
-        ahead = _load_start(p_previous)
+                factor = gl.where(zero_int + i_block == 0, 0.0, load1(a_spans + 4))
+                after = gl.where(zero_int + last == 15, factor, from_lane(alpha, zero_int + (last + 1)))
+                E = _times_all(E, after * reciprocal(r_end))
+                J = _times_all(J, after * reciprocal(r_end))
+                for i_token in range(last - first + 1):
+                    M, I, E, J = token(
+                        M, I, E, J, last - i_token, base, a_rows + g * 32, a_keys, a_scales,
+                        p_outs + start * (N // 2), warp, lane, nothing,
+                    )  # fmt: skip
+                keep = gl.where(zero_int + first == 0, load1(a_spans), from_lane(alpha, zero_int + first))
+                flow = _flow(M, I, E, J, b_prior + zero, keep, lane)
+                gl.store(p_flows + ((start + first) * 4 + warp), flow, mask=lane == 0)
+                last = first - 1
+        # the first block of a span
+        begins = (start == 0) | (_parts(start // 16 - 1) > 0)
+        for _ in range(gl.where(begins & (_parts(start // 16) <= 1), 1, 0)):
+            flow = _flow(M, I, E, J, b_prior + zero, load1(a_spans), lane)
+            gl.store(p_flows + (start * 4 + warp), flow, mask=lane == 0)
+        for _ in range(gl.where((start > 0) & (_parts(start // 16 - 1) == 1), 1, 0)):
+            p_anchor = _of_lane(p_anchors + previous // 16 * (2 * P * N), zero_int)
+            M = _load_state(p_anchor)
+            I = _load_state(p_anchor + 8 * N)
         last_token(base, p_outs + start * (N // 2), warp, lane)
         barrier()
+        tid = thread_anew(zero_int)
         dprior_sum = add_up(
-            base, a_rows, a_scales, warp, lane, b_prior, p_rows + start * P, p_changes + start, TP, dprior_sum
+            base, a_rows, a_scales, tid // 32, tid % 32, b_prior, p_rows + start * P, p_changes + start, TP, dprior_sum
         )
         put_block(
             base, base + ROWS_AT + (i_block + 1) % 2 * 12288, base + SCALES_AT + previous * 4, tid, steps - previous
         )
         before_that = gl.maximum(start - 32, 0)
         copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
-        alpha_after = first
         barrier()
+    factor = gl.load(p_factors) + zero
     wait_async(zero_int)  # no copy lands in shared memory after the program's end
     dprior_sum = sum_of_warp(dprior_sum, lane)
     p_dprior = dprior + (((half * n_bh + i_bh) * NSEG + i_seg) * 4 + warp)
     gl.store(p_dprior, -dprior_sum, mask=lane == 0)
     p_e = adjoints + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + g * 8 * N + o_key)
-    _put_state(p_e, E, alpha_after, N)
-    _put_state(p_e + P * N, J, -alpha_after, N)
+    _put_state(p_e, E, factor, N)
+    _put_state(p_e + P * N, J, -factor, N)

@@ -149,25 +149,32 @@ def warp_barrier():
 
 
 @jit
-def any_of_block(address):
-    """A barrier; 1 for all threads if one has left more than zero in its word, the first's at the address, or else 0.
-
-    That all lanes agree, ptxas believes a vote alone; without it, shuffles in a loop that depends on this are slow.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; .reg .b32 a; .reg .f32 v; mov.u32 a, %tid.x; mad.lo.u32 a, a, 4, $1; "
-        "ld.shared.f32 v, [a]; setp.gt.f32 p, v, 0f00000000; barrier.red.or.pred q, 0, p; "
-        "vote.sync.any.pred q, q, 0xffffffff; selp.s32 $0, 1, 0, q; }",
-        "=r,r", [address], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def count_bits(v):
+    """How many bits of an integer are set."""
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [v], gl.int32, is_pure=True, pack=1)
 
 
 @jit
-def prefetch(pointer):
-    """Ask for a line of global memory in the L2 cache."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer.to(gl.int64)], gl.int32, is_pure=False, pack=1
+def highest_bit(v):
+    """Number of the highest bit that is set."""
+    return gl.inline_asm_elementwise("bfind.u32 $0, $1;", "=r,r", [v], gl.int32, is_pure=True, pack=1)
+
+
+@jit
+def thread_anew(zero):
+    """The thread's number, read where it is needed: what is made of it takes no register elsewhere."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 a; mov.u32 a, %tid.x; add.u32 $0, a, $1; }", "=r,r", [zero], gl.int32, is_pure=False, pack=1
     )
+
+
+@jit
+def uniform(v):
+    """An integer that is the same for all threads, so that ptxas knows it.
+
+    Shuffles in a loop that depends on a number of which it does not know that are slow.
+    """
+    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [v], gl.int32, is_pure=False, pack=1)
 
 
 @jit

@@ -2,7 +2,7 @@
 
 Letters as in `triton_scan.py`, whose backward pass goes on from step 2 in another order here:
 
-4. `sub_chunk_starts`: the states before every 16th token.
+4. `find_spans` and `anchor_states`: from where to go back in time, and the states there.
 5. `segment_gradients`: the gradients that a segment's own tokens cause, and the adjoint of its start.
 6. `pass_states` backwards, and `carry_rows` and `carry_keys`: by matrix products, what the adjoint after each segment
    adds. `sum_flows`: the gradient of log alpha.
@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from .hopper_block import MOST_TOKENS
-from .hopper_carry import carry_keys, carry_rows, sub_chunk_starts
+from .hopper_carry import carry_keys, carry_rows
 from .hopper_gradients import HALVES, HEAD_DIM, NUM_WARPS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
 from .hopper_read_out import read_out as read_out_kernel
+from .hopper_spans import anchor_states, find_spans
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 BACKWARD_SEGMENT = MOST_TOKENS  # tokens a segment in the backward pass
-SUB_CHUNK = 16
-# Value rows of a program of `sub_chunk_starts`: 2.25 ms with 16, 2.60 with 32, 3.41 with 64 and 4 warps
-START_ROWS = 16
+BLOCK = 16  # tokens
+ANCHOR_ROWS = 16  # value rows of a program of `anchor_states`
 # Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 3.2 with 32, 2.9 with 128) and of one of `carry_keys`,
 # and its keys (0.84 ms; 1.10 with 32 tokens, 0.93 with 128)
 CARRY_TOKENS = 64
 CARRY_KEYS = 64
-# Temporary tensors of the backward pass. States, adjoints and, at half the size, states at the sub-chunks' starts:
-STATE_COPIES = 2 + BACKWARD_SEGMENT // SUB_CHUNK // 2
+# Temporary tensors of the backward pass: states, adjoints and anchors
+STATE_COPIES = 2 + BACKWARD_SEGMENT // BLOCK
 ROW_VALUES = 2 * HALVES  # rows: float32 values for each token and value row
 
 
@@ -122,15 +122,24 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     """
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], adjoints.shape[2] - 1
-    chunks = segments * segment // SUB_CHUNK
-    padded = chunks * SUB_CHUNK
+    padded = segments * segment
+    blocks = padded // BLOCK
     documents = dt if doc is None else doc
-    starts = x.new_empty(batch, heads, chunks, head_dim // 8, 2, state_size, 8, dtype=torch.bfloat16)
-    sub_chunk_starts[(segments * (head_dim // START_ROWS), batch * heads)](
-        x, dt, beta, A, B, documents, states, starts,
+    largest = torch.linalg.vector_norm(B, float("inf"), -1)
+    scales = x.new_empty(batch, heads, padded, dtype=torch.float32)
+    factors = x.new_empty(batch, heads, blocks, dtype=torch.float32)
+    parts = x.new_empty(batch, heads, blocks, dtype=torch.int32)
+    find_spans[(segments, batch * heads)](
+        dt, beta, largest, A, I_prior, documents, scales, factors, parts,
+        *dt.stride(), *beta.stride()[:3], time, padded, heads, S=segment, P=head_dim, HAS_DOC=doc is not None,
+        num_warps=4,
+    )  # fmt: skip
+    anchors = x.new_empty(batch, heads, blocks, head_dim // 8, 2, state_size, 8, dtype=torch.float32)
+    anchor_states[(segments * (head_dim // ANCHOR_ROWS), batch * heads)](
+        x, dt, beta, B, I_prior, scales, factors, parts, states, anchors,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3],
         time, padded, heads, heads, segments, segment,
-        P=head_dim, N=state_size, BP=START_ROWS, HAS_DOC=doc is not None, **dot_types, num_warps=2, num_stages=3,
+        P=head_dim, N=state_size, BP=ANCHOR_ROWS, **dot_types, num_warps=2, num_stages=3,
     )  # fmt: skip
     rows = x.new_empty(batch, heads, 2, HALVES, padded, head_dim, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.bfloat16)
@@ -139,7 +148,7 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
     segment_gradients_kernel[(HALVES * segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, documents, dy, starts.view(torch.int32), adjoints,
+        x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, anchors.view(torch.int32), adjoints,
         rows, keys.view(torch.int32), changes, flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
         time, padded, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,

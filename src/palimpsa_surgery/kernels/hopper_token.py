@@ -52,24 +52,22 @@ def _row(M, I, E, J, C, B, S, dy, v, u, dq, sums):
 
 
 @jit
-def _load_row_sums(a_sums, lane):
-    """A token's d v or d beta of four rows, from the four lanes that have parts of it."""
-    a = a_sums + lane // 8 * 512 + lane % 8 * 64
-    turn = lane % 8 // 2
-    return (
-        load4(a + turn * 16),
-        load4(a + (turn + 1) % 4 * 16),
-        load4(a + (turn + 2) % 4 * 16),
-        load4(a + (turn + 3) % 4 * 16),
-    )
+def _place_of_row_sums(a_sums, lane):
+    """Of d v or d beta of four rows, which four lanes have parts of, the first part to load; addresses differ by 16."""
+    return a_sums + (lane // 8 * 512 + lane % 8 * 64 + lane % 8 // 2 * 16)
 
 
 @jit
-def _load_key_sums(a_sums, lane):
-    """A token's dC or dB of four keys, from four of the eight lanes that have parts of it; lane ^ 8 has the others."""
+def _place_of_key_sums(a_sums, lane):
+    """Of dC or dB of four keys, which eight lanes have parts of, the first of four parts; lane ^ 8 has the others."""
     q = lane // 4 % 2
-    a = a_sums + 2048 + q * 512 + lane // 8 % 2 * 256 + lane % 4 * 16
-    return (load4(a + q * 64), load4(a + (1 + q) * 64), load4(a + (2 + q) % 4 * 64), load4(a + (3 + q) % 4 * 64))
+    return a_sums + (2048 + q * 576 + lane // 8 % 2 * 256 + lane % 4 * 16)
+
+
+@jit
+def _load_parts(a, distance: gl.constexpr):
+    """Four parts of four words, in an order without conflicts of banks."""
+    return load4(a), load4(a ^ distance), load4(a ^ (2 * distance)), load4(a ^ (3 * distance))
 
 
 @jit
@@ -142,8 +140,8 @@ def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, not
     S = load4(a_keys + t * 768 + 128)
     dq = load1(a_scales + 2048 + t * 4)
     M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 0)
-    row_sums = _load_row_sums(_once_known(a_sums, J0[2][0], nothing), lane)
-    key_sums = _load_key_sums(_once_known(a_sums, J0[3][3], nothing), lane)
+    row_sums = _load_parts(_once_known(_place_of_row_sums(a_sums, lane), J0[2][0], nothing), 16)
+    key_sums = _load_parts(_once_known(_place_of_key_sums(a_sums, lane), J0[3][3], nothing), 64)
     warp_barrier()
     store4(base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, _total(row_sums))
     store4(a_out, dv)
@@ -172,8 +170,8 @@ def last_token(base, p_keys, warp, lane):
     """What is left of token 0."""
     warp_barrier()
     a_sums = base + warp * 3072
-    store4(base + ROW_SUMS_AT + warp * 512 + lane * 16, _total(_load_row_sums(a_sums, lane)))
-    _put_key_sums(_load_key_sums(a_sums, lane), p_keys, lane * 0 == 0, lane)
+    store4(base + ROW_SUMS_AT + warp * 512 + lane * 16, _total(_load_parts(_place_of_row_sums(a_sums, lane), 16)))
+    _put_key_sums(_load_parts(_place_of_key_sums(a_sums, lane), 64), p_keys, lane * 0 == 0, lane)
 
 
 @jit

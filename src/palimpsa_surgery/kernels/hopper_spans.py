@@ -1,0 +1,183 @@
+"""From where `hopper_gradients.py` goes back in time, in plain Triton: spans of tokens, and the states at their ends.
+
+With c the product of the decays since a span's first token, r = 1 / c, M / c and I / c do not decay. A span is as many
+blocks of 16 tokens as there are in which I / c, by a bound, grows by no more than `GROWTH`:
+
+    I / c at the end ≤ r I_prior + Σ r max_p beta max_n B²        I / c at the start ≥ I_prior
+
+(M divides nothing, and may outgrow its start 10^5-fold until the tokens before err by 3e-4.) The state after a span is
+an anchor: float32, and made of the products in float32 that going back takes away again, or what is left would be what
+they differ by. A block that grows more by itself is no span: it is cut into parts, within which nothing outgrows its start
+either, and its anchor is the state before it.
+"""
+
+from .triton_jit import jit, tl
+
+GROWTH = tl.constexpr(4096.0)
+
+
+@jit
+def _column(v, o_l, t: tl.constexpr):
+    return tl.sum(tl.where(o_l == t, v, 0.0), 1)
+
+
+@jit
+def find_spans(
+    dt, beta, largest, A, prior, doc, scales, factors, parts,
+    dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, T, TP, H,
+    S: tl.constexpr, P: tl.constexpr, HAS_DOC: tl.constexpr,
+):  # fmt: skip
+    """The spans of one segment and head; `largest` [b, t] is the largest magnitude of B's keys.
+
+    Of each block of 16 tokens: parts [b, h, TP / 16], a bit for each token with which a part begins, 1 for the last
+    block of a span and 0 for others of it; factors [b, h, TP / 16], what makes of the state before, in its span's
+    scale, that in this one's with the decay of the first token (1 within a span). scales [b, h, TP]: r, or for a block
+    that is no span the decay from the token to its end.
+    """
+    J: tl.constexpr = S // 16
+    i_seg = tl.program_id(0).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    b = i_bh // H
+    h = i_bh % H
+    o_j = tl.arange(0, J)
+    o_l = tl.arange(0, 16)[None, :]
+    t = i_seg * S + o_j[:, None] * 16 + o_l
+    m_t = t < T
+    b_A = tl.load(A + h)
+    b_prior = tl.load(prior + h)
+    p_dt = dt + b * dt_b + h * dt_h
+    log_alpha = -b_A * tl.load(p_dt + t * dt_t, mask=m_t, other=0.0)
+    m_later = (o_l < 15) & (t + 1 < T)
+    later = -b_A * tl.load(p_dt + (t + 1) * dt_t, mask=m_later, other=0.0)
+    if HAS_DOC:
+        p_doc = doc + b * T
+        here = tl.load(p_doc + t, mask=m_t, other=0)
+        cut = m_t & (here != tl.load(p_doc + tl.maximum(t - 1, 0), mask=m_t, other=0))
+        log_alpha = tl.where(cut, -float("inf"), log_alpha)
+        later = tl.where(m_later & (here != tl.load(p_doc + t + 1, mask=m_later, other=0)), -float("inf"), later)
+    p_beta = beta + b * beta_b + h * beta_h + t[:, :, None] * beta_t + tl.arange(0, P)[None, None, :]
+    written = tl.max(tl.abs(tl.load(p_beta, mask=m_t[:, :, None], other=0.0).to(tl.float32)), 2)
+    B_max = tl.load(largest + b * T + t, mask=m_t, other=0.0).to(tl.float32)
+    written *= B_max * B_max
+    written /= b_prior
+    # parts of each block [j] by itself: log r after the last one's tokens, and what they have added
+    log_end = tl.zeros([J], tl.float32)
+    added = _column(written, o_l, 0)
+    part = tl.full([J], 1, tl.int32)
+    for i in tl.static_range(1, 16):
+        b_log = log_end - _column(log_alpha, o_l, i)
+        b_written = _column(written, o_l, i)
+        grown = added + tl.exp(b_log) * b_written
+        fits = tl.exp(b_log) + grown <= GROWTH  # not NaN either
+        log_end = tl.where(fits, b_log, 0.0)
+        added = tl.where(fits, grown, b_written)
+        part += tl.where(fits, 0, 1 << i)
+    is_span = part == 1
+    first = _column(log_alpha, o_l, 0)
+    # block by block, whether it goes on with the span before
+    log_span = tl.zeros([J], tl.float32)  # log r before each block's first token
+    factor = tl.zeros([J], tl.float32)
+    b_log = 0.0  # log r after the last token of the block before, or zero where that is no span
+    b_grown = float("inf")  # what the span's tokens have added so far; none can go on with what is no span
+    for j in tl.static_range(J):
+        b_first = tl.sum(tl.where(o_j == j, first, 0.0), 0)
+        b_added = tl.sum(tl.where(o_j == j, added, 0.0), 0)
+        b_end = tl.sum(tl.where(o_j == j, log_end, 0.0), 0)
+        b_span = tl.sum(tl.where(o_j == j, is_span.to(tl.int32), 0), 0) > 0
+        grown = b_grown + tl.exp(b_log - b_first) * b_added
+        goes_on = (tl.exp(b_log - b_first + b_end) + grown <= GROWTH) & b_span & (i_seg * S + j * 16 < T)
+        factor = tl.where(o_j == j, tl.where(goes_on, 1.0, tl.exp(b_first - b_log)), factor)
+        part = tl.where(o_j == j - 1, tl.where(goes_on, 0, part), part)
+        b_start = tl.where(goes_on, b_log - b_first, 0.0)
+        log_span = tl.where(o_j == j, b_start, log_span)
+        b_log = tl.where(b_span, b_start + b_end, 0.0)
+        b_grown = tl.where(b_span, tl.where(goes_on, grown, b_added), float("inf"))
+    log_r = -tl.cumsum(tl.where(o_l == 0, 0.0, log_alpha), 1)  # [j, 16]
+    scale = tl.where(is_span[:, None], tl.exp(log_span[:, None] + log_r), tl.exp(tl.cumsum(later, 1, reverse=True)))
+    tl.store(scales + i_bh * TP + t, scale)
+    p_j = i_bh * (TP // 16) + i_seg * J + o_j
+    tl.store(factors + p_j, factor)
+    tl.store(parts + p_j, part)
+
+
+@jit
+def _three_parts(v, DOT: tl.constexpr):
+    """Three parts of the operands' type, whose sum is all of a float32."""
+    first = v.to(DOT)
+    v -= first.to(tl.float32)
+    second = v.to(DOT)
+    return first, second, (v - second.to(tl.float32)).to(DOT)
+
+
+@jit
+def _add_product(keys, written, total, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """total + keys written; the keys are of the operands' type, what is written is not rounded."""
+    first, second, third = _three_parts(written, DOT)
+    total = tl.dot(keys, third, acc=total, input_precision=PRECISION)
+    total = tl.dot(keys, second, acc=total, input_precision=PRECISION)
+    return tl.dot(keys, first, acc=total, input_precision=PRECISION)
+
+
+@jit
+def anchor_states(
+    x, dt, beta, B, prior, scales, factors, parts, states, anchors,
+    x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g,
+    T, TP, H, HPG, NSEG, S,
+    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """anchors [b, h, TP / 16, p / 8, 2, n, p % 8] of one segment, BP value rows, where there are any.
+
+    After the block with which a span ends M / c and I / c, before one that is no span M and Ibar with the decay of its
+    first token. Of 16 keys, a thread's four of the gradient kernel lie four apart. states [b, h, NSEG + 1, 2, p, n].
+    """
+    i_p = tl.program_id(0) % (P // BP)
+    i_seg = (tl.program_id(0) // (P // BP)).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    b = i_bh // H
+    h = i_bh % H
+    o_l = tl.arange(0, 16)
+    o_p = i_p * BP + tl.arange(0, BP)
+    o_n = tl.arange(0, N)
+    t0 = i_seg * S
+    time = tl.minimum(S, T - t0).to(tl.int32)
+    p_x = x + b * x_b + h * x_h + t0 * x_t + o_l[:, None] * x_t + o_p[None, :]
+    p_beta = beta + b * beta_b + h * beta_h + t0 * beta_t + o_l[:, None] * beta_t + o_p[None, :]
+    p_B = B + b * B_b + (h // HPG) * B_g + t0 * B_t + o_l[None, :] * B_t + o_n[:, None]
+    p_dt = dt + b * dt_b + h * dt_h + t0 * dt_t + o_l * dt_t
+    chunk = i_bh * (TP // 16) + i_seg * (S // 16)
+    p_scales = scales + chunk * 16
+    b_prior = tl.load(prior + h)
+    p_s = states + (i_bh * (NSEG + 1) + i_seg) * 2 * P * N + o_p[None, :] * N + o_n[:, None]
+    place = o_n // 16 * 16 + o_n % 4 * 4 + o_n // 4 % 4
+    p_anchors = anchors + chunk * (2 * P * N) + (o_p // 8 * (16 * N) + o_p % 8)[None, :] + place[:, None] * 8
+    b_M = tl.load(p_s)  # [N, BP]
+    b_I = tl.load(p_s + P * N)
+    for start in range(0, time, 16):
+        part = tl.load(parts + chunk + start // 16)
+        factor = tl.load(factors + chunk + start // 16)
+        b_M *= factor
+        b_I *= factor
+        if part > 1:
+            tl.store(p_anchors, b_M)
+            tl.store(p_anchors + 8 * N, b_I)
+            keep = tl.load(p_scales + start)
+            b_M *= keep
+            b_I *= keep
+        m_t = start + o_l < time
+        b_r = tl.load(p_scales + start + o_l)
+        b_dt = tl.load(p_dt, mask=m_t, other=0.0)
+        b_x = tl.load(p_x, mask=m_t[:, None], other=0.0).to(tl.float32)  # [16, BP]
+        b_u = tl.load(p_beta, mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_B = tl.load(p_B, mask=m_t[None, :], other=0.0)  # [N, 16]
+        b_Bf = b_B.to(tl.float32)
+        b_M = _add_product(b_B.to(DOT), b_x * (b_dt * b_r)[:, None], b_M, DOT, PRECISION)
+        b_S = (b_Bf * b_Bf).to(B.dtype.element_ty)  # as the gradient kernel has it
+        b_I = _add_product(b_S.to(DOT), b_u * b_r[:, None], b_I, DOT, PRECISION)
+        if part == 1:
+            tl.store(p_anchors, b_M)
+            tl.store(p_anchors + 8 * N, b_I + b_prior * tl.load(p_scales + start + 15))
+        p_x += 16 * x_t
+        p_beta += 16 * beta_t
+        p_B += 16 * B_t
+        p_dt += 16 * dt_t
+        p_anchors += 2 * P * N
