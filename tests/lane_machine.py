@@ -193,6 +193,7 @@ class Machine:
             "store1": lambda address, value: self.shared.write(address, value),
             "copy_async": self._copy_async,
             "load_global4": self._load_global4,
+            "load_global4_if": self._load_global4_if,
             "store_global4": self._store_global4,
             "store_global2_if": self._store_global2_if,
             "warp_barrier": lambda: self.shared.warp_barrier(),
@@ -239,6 +240,10 @@ class Machine:
     def _load_global4(address: Pointer):
         assert (np.asarray(address.offset) % 4 == 0).all()
         return tuple(load(address + i) for i in range(4))
+
+    def _load_global4_if(self, address: Pointer, values, condition):
+        assert (np.asarray(address.offset) % 4 == 0).all()
+        return tuple(load(address + i, condition != 0, value) for i, value in enumerate(values))
 
     def _scalar(self, address):
         value = np.unique(self.shared.read(address))

@@ -121,7 +121,7 @@ def _squares(a, b):
 
 
 @jit
-def _put_keys(base, tid):
+def put_keys(base, tid):
     """C, B and B² of 16 tokens."""
     a = base + RAW_AT + tid * 16
     a_keys = base + KEYS_AT + tid // 8 * 768 + tid % 8 // 2 * 192 + tid % 2 * 32
@@ -138,8 +138,8 @@ def _place_of_pairs(base, tid):
 
 
 @jit
-def put_block(base, a_rows, a_scales, tid, left):
-    """Operands of 16 tokens, of which the first `left` are the sequence's, from where they were copied."""
+def put_rows(base, a_rows, a_scales, tid, left):
+    """dy, v and u of 16 tokens, of which the first `left` are the sequence's, as the thread has copied them."""
     wait_async(tid * 0)
     a = base + RAW_AT + tid * 16
     pair = tid // 16 * 2
@@ -149,7 +149,6 @@ def put_block(base, a_rows, a_scales, tid, left):
     one = (tid * 0).to(gl.float32) + 1.0
     _put_rows(a_rows + pair * 768 + tid % 16 * 16, dy, one, one)
     _put_scaled(a_rows, a_scales, tid, x, u)
-    _put_keys(base, tid)
 
 
 @jit

@@ -28,9 +28,10 @@ from .hopper_block import (
     WORDS,
     copy_block,
     decays,
-    put_block,
+    put_keys,
     put_pairs,
     put_parts,
+    put_rows,
     put_scales,
     rescale,
     scales_of,
@@ -45,7 +46,7 @@ from .hopper_lanes import (
     jit,
     load1,
     load4_bits,
-    load_global4,
+    load_global4_if,
     load_scalar,
     mma16,
     reciprocal,
@@ -125,17 +126,18 @@ def _from_tiles(tiles, j: gl.constexpr):
 
 
 @jit
-def _load_state(pointer):
-    """A lane's eight rows of four keys, as `anchor_states` puts them."""
+def _load_state(pointer, rows, condition):
+    """A lane's eight rows of four keys, as `anchor_states` puts them, or `rows` where the condition does not hold."""
     keys = ()
     for k in gl.static_range(4):
         for i in gl.static_range(2):
-            keys += (load_global4(pointer + (32 * k + 4 * i)),)
+            old = (rows[4 * i][k], rows[4 * i + 1][k], rows[4 * i + 2][k], rows[4 * i + 3][k])
+            keys += (load_global4_if(pointer + (32 * k + 4 * i), old, condition),)
     rows = ()
     for j in gl.static_range(8):
         row = ()
         for k in gl.static_range(4):
-            row += (keys[2 * k + j // 4][j % 4].to(gl.float32, bitcast=True),)
+            row += (keys[2 * k + j // 4][j % 4],)
         rows += (row,)
     return rows
 
@@ -155,17 +157,17 @@ def _of_lane(anchors, zero):
 
 
 @jit
-def _state(pointer, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
+def _state(M, I, pointer, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
     """M and I after a token: `kept` of what the pointer has, and what was written since.
 
     `prior` and `prior_end`: I_prior / c of the block's first token and of this one.
     """
-    old = _load_state(pointer)
+    old = _load_state(pointer, M, kept.to(gl.int32) * 0 + 1)
     tiles = _written(a_pairs, a_keys, v_scales)
     M = ()
     for j in gl.static_range(8):
         M += (add4(scaled(old[j], kept), _from_tiles(tiles, j)),)
-    old = _load_state(pointer + 1024)
+    old = _load_state(pointer + 1024, I, kept.to(gl.int32) * 0 + 1)
     tiles = _written(a_pairs + 2048, a_keys + 64, u_scales)
     grown = prior_end - prior
     I = ()
@@ -268,12 +270,12 @@ def segment_gradients(
     start = (n_blocks - 1) * 16
     copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps)
     put_scales(base, p_dt, scales + chunk * 16, p_factors, p_parts, dt_t, b_prior, steps, tid, n_blocks * 16)
-    for _ in range(gl.where(uniform(gl.load(p_parts + (n_blocks - 1))) == 1, 1, 0)):
-        p_anchor = _of_lane(p_anchors + (n_blocks - 1) * (2 * P * N), zero_int)
-        M = _load_state(p_anchor)
-        I = _load_state(p_anchor + 8 * N)
+    p_anchor = _of_lane(p_anchors + (n_blocks - 1) * (2 * P * N), zero_int)
+    M = _load_state(p_anchor, M, zero_int + 1)
+    I = _load_state(p_anchor + 8 * N, I, zero_int + 1)
     barrier()
-    put_block(base, base + ROWS_AT, base + SCALES_AT + start * 4, tid, steps - start)
+    put_rows(base, base + ROWS_AT, base + SCALES_AT + start * 4, tid, steps - start)
+    put_keys(base, tid)
     previous = gl.maximum(start - 16, 0)
     copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
     barrier()
@@ -283,8 +285,8 @@ def segment_gradients(
         a_scales = base + SCALES_AT + start * 4
         a_rows = base + ROWS_AT + i_block % 2 * 12288
         a_spans = base + SPANS_AT + start // 4
-        t = thread_anew(zero_int)
-        gl.store(p_flows + (start + t), zero + float("nan"), mask=t < 64)
+        tid = thread_anew(zero_int)  # each warp its own, which it may write again
+        gl.store(p_flows + ((start + tid % 16) * 4 + tid // 32), zero + float("nan"), mask=tid % 32 < 16)
         b_parts = _parts(start // 16)
         whole = gl.where(b_parts > 1, 0, 1)
         # the last block of a span
@@ -320,7 +322,7 @@ def segment_gradients(
                 v_scales, u_scales, kept = scales_of(alpha, d, r, t, first, last, lane, c)
                 r_end = from_lane(r, zero_int + last)
                 M, I = _state(
-                    _of_lane(p_anchors + start // 16 * (2 * P * N), zero_int),
+                    M, I, _of_lane(p_anchors + start // 16 * (2 * P * N), zero_int),
                     a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end,
                 )  # fmt: skip
                 factor = gl.where(zero_int + i_block == 0, 0.0, load1(a_spans + 4))
@@ -341,19 +343,20 @@ def segment_gradients(
         for _ in range(gl.where(begins & (_parts(start // 16) <= 1), 1, 0)):
             flow = _flow(M, I, E, J, b_prior + zero, load1(a_spans), lane)
             gl.store(p_flows + (start * 4 + warp), flow, mask=lane == 0)
-        for _ in range(gl.where((start > 0) & (_parts(start // 16 - 1) == 1), 1, 0)):
-            p_anchor = _of_lane(p_anchors + previous // 16 * (2 * P * N), zero_int)
-            M = _load_state(p_anchor)
-            I = _load_state(p_anchor + 8 * N)
+        ends = gl.where((start > 0) & (_parts(start // 16 - 1) == 1), 1, 0) + zero_int
+        p_anchor = _of_lane(p_anchors + previous // 16 * (2 * P * N), zero_int)
+        M = _load_state(p_anchor, M, ends)
+        I = _load_state(p_anchor + 8 * N, I, ends)
+        tid = thread_anew(zero_int)
+        a_next = base + ROWS_AT + (i_block + 1) % 2 * 12288
+        put_rows(base, a_next, base + SCALES_AT + previous * 4, tid, steps - previous)
         last_token(base, p_outs + start * (N // 2), warp, lane)
         barrier()
         tid = thread_anew(zero_int)
         dprior_sum = add_up(
             base, a_rows, a_scales, tid // 32, tid % 32, b_prior, p_rows + start * P, p_changes + start, TP, dprior_sum
         )
-        put_block(
-            base, base + ROWS_AT + (i_block + 1) % 2 * 12288, base + SCALES_AT + previous * 4, tid, steps - previous
-        )
+        put_keys(base, tid)
         before_that = gl.maximum(start - 32, 0)
         copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
         barrier()

@@ -123,6 +123,16 @@ def load_global4(pointer):
 
 
 @jit
+def load_global4_if(pointer, v, condition):
+    """Four float32 from global memory where the condition holds, and otherwise v: nothing waits for them before use."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p ld.global.v4.f32 {$0, $1, $2, $3}, [$4]; }",
+        "=f,=f,=f,=f,l,r,0,1,2,3", [pointer.to(gl.int64), condition, v[0], v[1], v[2], v[3]],
+        (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
 def store_global4(pointer, v):
     """Four float32 to global memory."""
     gl.inline_asm_elementwise(

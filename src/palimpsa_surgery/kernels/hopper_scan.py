@@ -125,14 +125,13 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     padded = segments * segment
     blocks = padded // BLOCK
     documents = dt if doc is None else doc
-    largest = torch.linalg.vector_norm(B, float("inf"), -1)
+    beta_max, B_max = (torch.linalg.vector_norm(v, float("inf"), -1).contiguous() for v in (beta, B))
     scales = x.new_empty(batch, heads, padded, dtype=torch.float32)
     factors = x.new_empty(batch, heads, blocks, dtype=torch.float32)
     parts = x.new_empty(batch, heads, blocks, dtype=torch.int32)
     find_spans[(segments, batch * heads)](
-        dt, beta, largest, A, I_prior, documents, scales, factors, parts,
-        *dt.stride(), *beta.stride()[:3], time, padded, heads, S=segment, P=head_dim, HAS_DOC=doc is not None,
-        num_warps=4,
+        dt, beta_max, B_max, A, I_prior, documents, scales, factors, parts,
+        *dt.stride(), time, padded, heads, S=segment, HAS_DOC=doc is not None, num_warps=1,
     )  # fmt: skip
     anchors = x.new_empty(batch, heads, blocks, head_dim // 8, 2, state_size, 8, dtype=torch.float32)
     anchor_states[(segments * (head_dim // ANCHOR_ROWS), batch * heads)](
@@ -148,7 +147,7 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
     segment_gradients_kernel[(HALVES * segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, anchors.view(torch.int32), adjoints,
+        x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, anchors, adjoints,
         rows, keys.view(torch.int32), changes, flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
         time, padded, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,

@@ -17,17 +17,11 @@ GROWTH = tl.constexpr(4096.0)
 
 
 @jit
-def _column(v, o_l, t: tl.constexpr):
-    return tl.sum(tl.where(o_l == t, v, 0.0), 1)
-
-
-@jit
 def find_spans(
-    dt, beta, largest, A, prior, doc, scales, factors, parts,
-    dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, T, TP, H,
-    S: tl.constexpr, P: tl.constexpr, HAS_DOC: tl.constexpr,
+    dt, beta_max, B_max, A, prior, doc, scales, factors, parts, dt_b, dt_t, dt_h, T, TP, H,
+    S: tl.constexpr, HAS_DOC: tl.constexpr,
 ):  # fmt: skip
-    """The spans of one segment and head; `largest` [b, t] is the largest magnitude of B's keys.
+    """The spans of one segment and head, from the largest beta [b, t, h] and the largest magnitude of B [b, t].
 
     Of each block of 16 tokens: parts [b, h, TP / 16], a bit for each token with which a part begins, 1 for the last
     block of a span and 0 for others of it; factors [b, h, TP / 16], what makes of the state before, in its span's
@@ -40,49 +34,43 @@ def find_spans(
     b = i_bh // H
     h = i_bh % H
     o_j = tl.arange(0, J)
-    o_l = tl.arange(0, 16)[None, :]
-    t = i_seg * S + o_j[:, None] * 16 + o_l
-    m_t = t < T
+    t = i_seg * S + o_j * 16
     b_A = tl.load(A + h)
     b_prior = tl.load(prior + h)
-    p_dt = dt + b * dt_b + h * dt_h
-    log_alpha = -b_A * tl.load(p_dt + t * dt_t, mask=m_t, other=0.0)
-    m_later = (o_l < 15) & (t + 1 < T)
-    later = -b_A * tl.load(p_dt + (t + 1) * dt_t, mask=m_later, other=0.0)
-    if HAS_DOC:
-        p_doc = doc + b * T
-        here = tl.load(p_doc + t, mask=m_t, other=0)
-        cut = m_t & (here != tl.load(p_doc + tl.maximum(t - 1, 0), mask=m_t, other=0))
-        log_alpha = tl.where(cut, -float("inf"), log_alpha)
-        later = tl.where(m_later & (here != tl.load(p_doc + t + 1, mask=m_later, other=0)), -float("inf"), later)
-    p_beta = beta + b * beta_b + h * beta_h + t[:, :, None] * beta_t + tl.arange(0, P)[None, None, :]
-    written = tl.max(tl.abs(tl.load(p_beta, mask=m_t[:, :, None], other=0.0).to(tl.float32)), 2)
-    B_max = tl.load(largest + b * T + t, mask=m_t, other=0.0).to(tl.float32)
-    written *= B_max * B_max
-    written /= b_prior
-    # parts of each block [j] by itself: log r after the last one's tokens, and what they have added
-    log_end = tl.zeros([J], tl.float32)
-    added = _column(written, o_l, 0)
+    # for each block [j] by itself: log r after the last token of its last part, and what the part's tokens have added
+    log_alphas = ()
+    log_part = tl.zeros([J], tl.float32)
+    added = tl.zeros([J], tl.float32)
     part = tl.full([J], 1, tl.int32)
-    for i in tl.static_range(1, 16):
-        b_log = log_end - _column(log_alpha, o_l, i)
-        b_written = _column(written, o_l, i)
-        grown = added + tl.exp(b_log) * b_written
-        fits = tl.exp(b_log) + grown <= GROWTH  # not NaN either
-        log_end = tl.where(fits, b_log, 0.0)
-        added = tl.where(fits, grown, b_written)
-        part += tl.where(fits, 0, 1 << i)
+    for i in tl.static_range(16):
+        m_t = t + i < T
+        log_alpha = -b_A * tl.load(dt + b * dt_b + h * dt_h + (t + i) * dt_t, mask=m_t, other=0.0)
+        if HAS_DOC:
+            p_doc = doc + b * T
+            before = tl.load(p_doc + tl.maximum(t + i - 1, 0), mask=m_t, other=0)
+            log_alpha = tl.where(tl.load(p_doc + t + i, mask=m_t, other=0) == before, log_alpha, -float("inf"))
+        log_alphas += (log_alpha,)
+        written = tl.load(B_max + b * T + t + i, mask=m_t, other=0.0).to(tl.float32)
+        written *= written * tl.load(beta_max + (b * T + t + i) * H + h, mask=m_t, other=0.0).to(tl.float32) / b_prior
+        if i > 0:
+            log_r = log_part - log_alpha
+            grown = added + tl.exp(log_r) * written
+            fits = tl.exp(log_r) + grown <= GROWTH  # not NaN either
+            log_part = tl.where(fits, log_r, 0.0)
+            added = tl.where(fits, grown, written)
+            part += tl.where(fits, 0, 1 << i)
+        else:
+            added = written
     is_span = part == 1
-    first = _column(log_alpha, o_l, 0)
     # block by block, whether it goes on with the span before
-    log_span = tl.zeros([J], tl.float32)  # log r before each block's first token
+    log_span = tl.zeros([J], tl.float32)  # log r of each block's first token
     factor = tl.zeros([J], tl.float32)
     b_log = 0.0  # log r after the last token of the block before, or zero where that is no span
     b_grown = float("inf")  # what the span's tokens have added so far; none can go on with what is no span
     for j in tl.static_range(J):
-        b_first = tl.sum(tl.where(o_j == j, first, 0.0), 0)
+        b_first = tl.sum(tl.where(o_j == j, log_alphas[0], 0.0), 0)
         b_added = tl.sum(tl.where(o_j == j, added, 0.0), 0)
-        b_end = tl.sum(tl.where(o_j == j, log_end, 0.0), 0)
+        b_end = tl.sum(tl.where(o_j == j, log_part, 0.0), 0)
         b_span = tl.sum(tl.where(o_j == j, is_span.to(tl.int32), 0), 0) > 0
         grown = b_grown + tl.exp(b_log - b_first) * b_added
         goes_on = (tl.exp(b_log - b_first + b_end) + grown <= GROWTH) & b_span & (i_seg * S + j * 16 < T)
@@ -92,12 +80,15 @@ def find_spans(
         log_span = tl.where(o_j == j, b_start, log_span)
         b_log = tl.where(b_span, b_start + b_end, 0.0)
         b_grown = tl.where(b_span, tl.where(goes_on, grown, b_added), float("inf"))
-    log_r = -tl.cumsum(tl.where(o_l == 0, 0.0, log_alpha), 1)  # [j, 16]
-    scale = tl.where(is_span[:, None], tl.exp(log_span[:, None] + log_r), tl.exp(tl.cumsum(later, 1, reverse=True)))
-    tl.store(scales + i_bh * TP + t, scale)
     p_j = i_bh * (TP // 16) + i_seg * J + o_j
     tl.store(factors + p_j, factor)
     tl.store(parts + p_j, part)
+    later = tl.zeros([J], tl.float32)  # log decay over the tokens after
+    for i in tl.static_range(15, -1, -1):
+        log_r = log_span + log_part
+        tl.store(scales + i_bh * TP + t + i, tl.exp(tl.where(is_span, log_r, later)))
+        later += log_alphas[i]
+        log_part += log_alphas[i]
 
 
 @jit

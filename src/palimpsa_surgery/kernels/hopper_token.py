@@ -183,22 +183,45 @@ def sum_of_warp(v, lane):
 
 
 @jit
+def _four_sums_of_warp(a, b, c, d, lane):
+    """Sums over the lanes of four values: the first for lanes 0 to 7, the second for the next eight and so on."""
+    upper = lane >= 16
+    a, b = (
+        gl.where(upper, c, a) + from_lane(gl.where(upper, a, c), lane ^ 16),
+        gl.where(upper, d, b) + from_lane(gl.where(upper, b, d), lane ^ 16),
+    )
+    odd = lane // 8 % 2 != 0
+    v = gl.where(odd, b, a) + from_lane(gl.where(odd, a, b), lane ^ 8)
+    for i in gl.static_range(3):
+        v = v + from_lane(v, lane ^ (1 << i))
+    return v
+
+
+@jit
 def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, dprior):
     """Sums over warps, of four tokens by each: d v, d beta and the changes of d log alpha; returns dprior with -Z_I."""
     s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
     g = lane % 8
     sign = gl.where(s < 2, 1.0, -1.0)
+    a_sums = base + ROW_SUMS_AT + warp * 2048 + lane * 16
+    a_rows = a_rows + 256 + warp * 768 + s // 2 * 256 + g * 32 + s % 2 * 16
+    a_scales = a_scales + 1024 + warp * 4
+    a_priors = base + PRIORS_AT + warp * 512 + lane * 16
+    loaded = ()
     for i in gl.static_range(4):
-        t = 4 * i + warp
-        a = base + ROW_SUMS_AT + t * 2048 + lane * 16
-        total = add4(add4(load4(a), load4(a + 512)), add4(load4(a + 1024), load4(a + 1536)))
-        total = scaled(total, sign)
-        operand = load4(a_rows + 256 + t * 768 + s // 2 * 256 + g * 32 + s % 2 * 16)
-        r = load1(a_scales + 1024 + t * 4)
-        z = load4(base + PRIORS_AT + t * 512 + lane * 16)
+        a = a_sums + i * 8192
+        parts = (load4(a), load4(a + 512), load4(a + 1024), load4(a + 1536))
+        loaded += ((parts, load4(a_rows + i * 3072), load1(a_scales + i * 16), load4(a_priors + i * 2048)),)
+    changes = ()
+    for i in gl.static_range(4):
+        parts, operand, r, z = loaded[i]
+        total = scaled(_total(parts), sign)
         z = r * ((z[0] + z[1]) + (z[2] + z[3]))
         change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
-        gl.store(p_changes + t, sum_of_warp(change - prior * z, lane), mask=lane == 0)
-        store_global4(p_rows + ((s // 2).to(gl.int64) * 128 * TP + (t * 64 + g * 8 + s % 2 * 4)), scaled(total, r))
+        changes += (change - prior * z,)
+        p = p_rows + ((s // 2).to(gl.int64) * 128 * TP + ((4 * i + warp) * 64 + g * 8 + s % 2 * 4))
+        store_global4(p, scaled(total, r))
         dprior = dprior + z
+    change = _four_sums_of_warp(changes[0], changes[1], changes[2], changes[3], lane)
+    gl.store(p_changes + (4 * s + warp), change, mask=g == 0)
     return dprior
