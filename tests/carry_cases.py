@@ -1,9 +1,9 @@
-"""The kernels of `hopper_carry.py` and `sum_flows` against what they are by definition, in float64."""
+"""The kernels around the gradient kernel for Hopper against what they are by definition, in float64."""
 
 import torch
 
 from helpers import assert_close
-from palimpsa_surgery.kernels import hopper_scan
+from palimpsa_surgery.kernels import hopper_scan, hopper_spans
 from palimpsa_surgery.kernels.decay import document_numbers
 from palimpsa_surgery.kernels.hopper_gradients import HALVES, NUM_WARPS
 from palimpsa_surgery.kernels.triton_jit import tl
@@ -21,12 +21,12 @@ CASES = [
 SEGMENT = 64
 
 
-class Starts:
-    """Stands in for the gradient kernel and keeps the states that it is given."""
+class Spans:
+    """Stands in for the gradient kernel and keeps what it is given: scales, factors, parts and anchors."""
 
     def __getitem__(self, grid):
         def launch(*arguments, **_):
-            self.found = arguments[9].view(torch.bfloat16)
+            self.found = arguments[9:13]
 
         return launch
 
@@ -35,38 +35,74 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def decay_of_tokens(data: Data, log_alpha):
+    """[b, t, h]."""
+    alpha = torch.exp(log_alpha)
+    if data.seq_idx is not None:
+        same = data.seq_idx[:, 1:] == data.seq_idx[:, :-1]
+        alpha = torch.cat((alpha[:, :1], alpha[:, 1:] * same[..., None]), 1)
+    return alpha
+
+
 def loop(data: Data, states, v, beta, B, log_alpha):
-    """From each segment's starting state, the states before every 16th token and after the segment."""
+    """From each segment's starting state, the states before and after every block of 16 tokens, and after segments."""
     time = v.shape[1]
-    starts, ends = [], []
+    alpha = decay_of_tokens(data, log_alpha)
+    before, after, ends = [], [], []
     for t in range(time):
         if t % SEGMENT == 0:
             state = states[:, :, t // SEGMENT]
-        if t % hopper_scan.SUB_CHUNK == 0:
-            starts.append(state)
-        alpha = torch.exp(log_alpha[:, t])
-        if data.seq_idx is not None and t > 0:
-            alpha = alpha * (data.seq_idx[:, t] == data.seq_idx[:, t - 1])[:, None]
+        if t % hopper_scan.BLOCK == 0:
+            before.append(state)
         added = torch.stack((v[:, t, ..., None] * B[:, t, :, None], beta[:, t, ..., None] * B[:, t, :, None] ** 2), 2)
-        state = alpha[..., None, None, None] * state + added
+        state = alpha[:, t, :, None, None, None] * state + added
+        if t % hopper_scan.BLOCK == hopper_scan.BLOCK - 1 or t == time - 1:
+            after.append(state)
         if t % SEGMENT == SEGMENT - 1 or t == time - 1:
             ends.append(state)
-    return torch.stack(starts, 2), torch.stack(ends, 2)
+    return torch.stack(before, 2), torch.stack(after, 2), torch.stack(ends, 2)
 
 
 def decays(data: Data, log_alpha):
     """What each segment keeps `[b, h, segments]`."""
-    alpha = torch.exp(log_alpha)
-    if data.seq_idx is not None:
-        alpha[:, 1:] *= (data.seq_idx[:, 1:] == data.seq_idx[:, :-1])[..., None]
+    alpha = decay_of_tokens(data, log_alpha)
     return torch.stack([v.prod(1) for v in alpha.split(SEGMENT, 1)], 2)
 
 
-def check(case: Case, dot, tolerance: float, start_tolerances: tuple[float, float], device: str = "cpu") -> None:
-    """By autograd: starts, and what random adjoints after the segments add to random gradients.
+def check_spans(found, data: Data, before, after, magnitudes, alpha, prior) -> None:
+    """Anchors, the states they are of by the exact loop, and that nothing outgrows what it must not."""
+    scales, factors, parts, anchors = found
+    blocks, time = before.shape[2], alpha.shape[1]
+    anchors = anchors.double()[:, :, :blocks].permute(0, 1, 2, 4, 3, 6, 5)  # of 16 keys, a thread's four lie four apart
+    anchors = anchors.unflatten(-1, (-1, 4, 4)).transpose(-1, -2).reshape(before.shape)
+    scales = scales.double()[:, :, : blocks * hopper_scan.BLOCK].unflatten(2, (blocks, -1))
+    parts, factors = parts[:, :, :blocks], factors.double()[:, :, :blocks]
+    first = alpha[:, :: hopper_scan.BLOCK].transpose(1, 2)
+    split, ends = parts > 1, parts == 1
+    assert (parts[:, :, SEGMENT // hopper_scan.BLOCK - 1 :: SEGMENT // hopper_scan.BLOCK] != 0).all(), "a span too long"
+    assert (parts[:, :, -1] != 0).all(), "a span too long"
+    goes_on = torch.cat((torch.zeros_like(ends[:, :, :1]), parts[:, :, :-1] == 0), 2)
+    c = 1 / torch.where(split, 1.0, scales[..., -1])
+    c_before = torch.cat((torch.ones_like(c[:, :, :1]), c[:, :, :-1]), 2)
+    c_before[:, :, :: SEGMENT // hopper_scan.BLOCK] = 1
+    assert_close(factors, torch.where(goes_on, 1.0, c_before * first), 2e-6, "factors")
+    assert (scales[~split] <= 1.001 * hopper_spans.GROWTH.value).all()
+    # M / c and I / c after a span, M and Ibar with the decay of the first token before a block in parts
+    with_prior = torch.stack((torch.zeros_like(prior), prior), 1)[:, None, :, None, None]  # [h, 1, 2, 1, 1]
+    for chosen, expected, size, scale in (
+        (ends, after + with_prior, magnitudes[1] + with_prior, c),
+        (split, before * first[..., None, None, None], magnitudes[0], torch.ones_like(c)),
+    ):
+        error = (anchors * scale[..., None, None, None] - expected).abs()[chosen]
+        size = size[chosen]
+        assert (error[:, 0] <= 1e-5 * size[:, 0]).all(), "anchors of M"
+        assert (error[:, 1] <= 2**-7 * size[:, 1]).all(), "anchors of I, for which B² is rounded"
 
-    `dot`: Triton's type of the products' operands. `start_tolerances`: error of a start relative to itself, and to the
-    sum of the magnitudes that it is made of.
+
+def check(case: Case, dot, tolerance: float, device: str = "cpu") -> None:
+    """By autograd: anchors, and what random adjoints after the segments add to random gradients.
+
+    `dot`: Triton's type of the products' operands.
     """
     everything = make(case, device)
     dot_types = {"DOT": dot, "PRECISION": "ieee"}
@@ -77,10 +113,10 @@ def check(case: Case, dot, tolerance: float, start_tolerances: tuple[float, floa
         a = everything.arguments
         given = {name: a[name][:, :, heads] for name in ("x", "dt", "beta")} | {"A": a["A"][heads]}
         given["B"] = a["B"][:, :, group : group + 1]
-        check_heads(given, a["C"][:, :, :1], everything, doc, dot_types, tolerance, start_tolerances)
+        check_heads(given, a["C"][:, :, :1], everything, doc, dot_types, tolerance)
 
 
-def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerances) -> None:
+def check_heads(given, C, data: Data, doc, dot_types, tolerance) -> None:
     x, dt, A, B, beta = (given[name] for name in ("x", "dt", "A", "B", "beta"))
     batch, time, heads, head_dim = x.shape
     segments = -(-time // SEGMENT)
@@ -94,19 +130,18 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
     exact["v"] = exact["dt"][..., None] * exact["x"]
     leaves = [exact[name].detach().requires_grad_() for name in ("v", "beta", "B", "log_alpha")]
     v, u, keys, log_alpha = leaves
-    starts, ends = loop(data, states.double(), v, u, keys.expand(-1, -1, heads, -1), log_alpha)
+    before, after, ends = loop(data, states.double(), v, u, keys.expand(-1, -1, heads, -1), log_alpha)
     dv, du, dB, dlog = torch.autograd.grad((ends * adjoints[:, :, 1:].double()).sum(), leaves)
-    magnitudes, _ = loop(data, states.double().abs(), v.abs(), u.abs(), keys.abs().expand(-1, -1, heads, -1), log_alpha)
+    magnitudes = loop(data, states.double().abs(), v.abs(), u.abs(), keys.abs().expand(-1, -1, heads, -1), log_alpha)
 
-    kernel, hopper_scan.segment_gradients_kernel = hopper_scan.segment_gradients_kernel, Starts()
+    kernel, hopper_scan.segment_gradients_kernel = hopper_scan.segment_gradients_kernel, Spans()
     try:
         hopper_scan.segment_gradients(x, dt, A, B, C, beta, A, doc, x, states, adjoints, SEGMENT, dot_types)
         found = hopper_scan.segment_gradients_kernel.found
     finally:
         hopper_scan.segment_gradients_kernel = kernel
-    found = found[:, :, : starts.shape[2]].permute(0, 1, 2, 4, 3, 6, 5).reshape(starts.shape).double()
-    bound = start_tolerances[0] * starts.abs() + start_tolerances[1] * magnitudes
-    assert ((found - starts).abs() <= bound).all()
+    with torch.no_grad():
+        check_spans(found, data, before, after, magnitudes, decay_of_tokens(data, log_alpha), A.double())
 
     # what the segments' own tokens cause by each half of the keys, and NaN where there are none
     own = normal(2, HALVES, batch, time, heads, head_dim, seed=2).to(device)
@@ -123,7 +158,7 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
         flows[half, :, :, :time][:, :, known[half]] = found
     dprior = normal(HALVES, batch, heads, segments, NUM_WARPS, seed=4).to(device)
     total = normal(batch, time, B.shape[3], seed=5).to(device)
-    before = total.double()
+    total_before = total.double()
     dx, dbeta = (torch.full(x.shape, float("nan"), device=device) for _ in range(2))
     ddt = torch.full(dt.shape, float("nan"), device=device)
     decay = decays(data, exact["log_alpha"]).float()
@@ -134,7 +169,7 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, start_tolerance
     dv += own[0]
     assert_close(dx, exact["dt"][..., None] * dv, tolerance, "dx")
     assert_close(dbeta, du + own[1], tolerance, "dbeta")
-    assert_close(total.double(), before + dB[:, :, 0], tolerance, "dB")
+    assert_close(total.double(), total_before + dB[:, :, 0], tolerance, "dB")
     for half in range(HALVES):
         value = None
         for t in range(time):

@@ -23,8 +23,8 @@ def emulate(
 
     Args:
         dtype: type to round to; None rounds nothing, so that the result is the recurrence's own.
-        tuned: round what the Hopper kernels round: the state at a sub-chunk's start, though not what the sub-chunk adds
-            to it, dB and dC of each head, and what products take that add what the adjoint after a segment causes.
+        tuned: round what the Hopper kernels round: B² in the backward pass, dB and dC of each head, and what products
+            take that make the states at segments' starts and add what the adjoint after a segment causes.
         segment: tokens of such a segment, a multiple of a sub-chunk's.
 
     Returns:
@@ -86,9 +86,9 @@ def emulate(
             for written, key, state in ((value, B, M), (beta, squares, Ibar))
         )
         carried = [
-            (D[..., -1, :, None] * written[:, :, now]).transpose(-1, -2) @ r(key[:, :, now])
+            (D[..., -1, :, None] * written[:, :, now]).transpose(-1, -2) @ key[:, :, now]
             + start[..., -1, None, None] * state
-            for written, key, state in ((value, B, carried[0]), (beta, squares, carried[1]))
+            for written, key, state in ((value, B, carried[0]), (beta, r_tuned(squares), carried[1]))
         ]
     final_state = torch.stack((M, Ibar), 2)
 
@@ -115,10 +115,9 @@ def emulate(
         if tuned and (now.stop == time or now.stop % segment == 0):
             late, E = E, [torch.zeros_like(M), torch.zeros_like(M)]
         D, start = decays(now)
-        exact, state = state, [r_tuned(v) for v in state]
         end = D[..., -1, :]
         all_M = states(value[:, :, now], B[:, :, now], D, start, state[0])
-        inverse = 1 / (prior + states(beta[:, :, now], squares[:, :, now], D, start, state[1]))
+        inverse = 1 / (prior + states(beta[:, :, now], r_tuned(squares)[:, :, now], D, start, state[1]))
         mean, query = all_M * inverse, C[:, :, now]
         Z = dy[:, :, now, :, None] * query[..., None, :] * inverse
         Z_I = -Z * mean - dvar[:, :, now, :, None] * (query[..., None, :] * inverse).square()
@@ -128,7 +127,7 @@ def emulate(
         dprior += Z_I.sum((0, 2, 3, 4))
         # Sums over the spans of one state; then [b, h, s, t] spans, [b, h, t] from the start, [b, h, s] to the end.
         dwritten, dkey = [], []
-        for i, (direct, written, key) in enumerate(((Z, value, B), (Z_I, beta, squares))):
+        for i, (direct, written, key) in enumerate(((Z, value, B), (Z_I, beta, r_tuned(squares)))):
             written, key, rounded = written[:, :, now], key[:, :, now], r_portable(direct)
             Q = torch.einsum("bhsn,bhtpn->bhpst", r_portable(key), rounded) * D.transpose(-1, -2)[:, :, None]
             leaving = end[..., None] * (r_portable(key) @ r_portable(E[i]).transpose(-1, -2))  # [b, h, s, p]
@@ -147,7 +146,7 @@ def emulate(
         dB[:, :, now] = r_tuned(dkey[0] + 2 * B[:, :, now] * dkey[1])
         if tuned and now.start % segment == 0:
             whole = slice(now.start, min(now.start + segment, time))
-            carry(whole, exact)
+            carry(whole, state)
             keep = decays(whole)[1][..., -1, None, None]
             E = [own + keep * after for own, after in zip(E, late, strict=True)]
 

@@ -17,7 +17,7 @@ from .hopper_gradients import HALVES, HEAD_DIM, NUM_WARPS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
 from .hopper_read_out import read_out as read_out_kernel
-from .hopper_spans import anchor_states, find_spans
+from .hopper_spans import anchor_states, find_spans, largest_written
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
@@ -125,13 +125,17 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     padded = segments * segment
     blocks = padded // BLOCK
     documents = dt if doc is None else doc
-    beta_max, B_max = (torch.linalg.vector_norm(v, float("inf"), -1).contiguous() for v in (beta, B))
     scales = x.new_empty(batch, heads, padded, dtype=torch.float32)
     factors = x.new_empty(batch, heads, blocks, dtype=torch.float32)
     parts = x.new_empty(batch, heads, blocks, dtype=torch.int32)
+    written = x.new_empty(batch, heads, padded, dtype=torch.float32)
+    largest_written[(triton.cdiv(time, 32), batch)](
+        beta, B, written, *beta.stride()[:3], *B.stride()[:2], time, padded, heads,
+        BT=32, P=head_dim, N=state_size, num_warps=4,
+    )  # fmt: skip
     find_spans[(segments, batch * heads)](
-        dt, beta_max, B_max, A, I_prior, documents, scales, factors, parts,
-        *dt.stride(), time, padded, heads, S=segment, HAS_DOC=doc is not None, num_warps=1,
+        dt, written, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,
+        S=segment, HAS_DOC=doc is not None, num_warps=1,
     )  # fmt: skip
     anchors = x.new_empty(batch, heads, blocks, head_dim // 8, 2, state_size, 8, dtype=torch.float32)
     anchor_states[(segments * (head_dim // ANCHOR_ROWS), batch * heads)](

@@ -17,11 +17,28 @@ GROWTH = tl.constexpr(4096.0)
 
 
 @jit
+def largest_written(
+    beta, B, written, beta_b, beta_t, beta_h, B_b, B_t, T, TP, H, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr
+):
+    """written [b, h, TP]: the most that BT tokens add to an element of I, max_p beta max_n B²."""
+    b = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    m_t = t < T
+    b_B = tl.load(B + b * B_b + t[:, None] * B_t + tl.arange(0, N)[None, :], mask=m_t[:, None], other=0.0)
+    b_S = tl.max(b_B.to(tl.float32) * b_B.to(tl.float32), 1)
+    p_u = beta + b * beta_b + t[:, None] * beta_t + tl.arange(0, P)[None, :]
+    for h in range(H):
+        b_u = tl.max(tl.abs(tl.load(p_u, mask=m_t[:, None], other=0.0).to(tl.float32)), 1)
+        tl.store(written + (b * H + h) * TP + t, b_u * b_S, mask=m_t)
+        p_u += beta_h
+
+
+@jit
 def find_spans(
-    dt, beta_max, B_max, A, prior, doc, scales, factors, parts, dt_b, dt_t, dt_h, T, TP, H,
+    dt, written, A, prior, doc, scales, factors, parts, dt_b, dt_t, dt_h, T, TP, H,
     S: tl.constexpr, HAS_DOC: tl.constexpr,
 ):  # fmt: skip
-    """The spans of one segment and head, from the largest beta [b, t, h] and the largest magnitude of B [b, t].
+    """The spans of one segment and head, from what `largest_written` leaves.
 
     Of each block of 16 tokens: parts [b, h, TP / 16], a bit for each token with which a part begins, 1 for the last
     block of a span and 0 for others of it; factors [b, h, TP / 16], what makes of the state before, in its span's
@@ -50,17 +67,16 @@ def find_spans(
             before = tl.load(p_doc + tl.maximum(t + i - 1, 0), mask=m_t, other=0)
             log_alpha = tl.where(tl.load(p_doc + t + i, mask=m_t, other=0) == before, log_alpha, -float("inf"))
         log_alphas += (log_alpha,)
-        written = tl.load(B_max + b * T + t + i, mask=m_t, other=0.0).to(tl.float32)
-        written *= written * tl.load(beta_max + (b * T + t + i) * H + h, mask=m_t, other=0.0).to(tl.float32) / b_prior
+        b_written = tl.load(written + i_bh * TP + t + i, mask=m_t, other=0.0) / b_prior
         if i > 0:
             log_r = log_part - log_alpha
-            grown = added + tl.exp(log_r) * written
+            grown = added + tl.exp(log_r) * b_written
             fits = tl.exp(log_r) + grown <= GROWTH  # not NaN either
             log_part = tl.where(fits, log_r, 0.0)
-            added = tl.where(fits, grown, written)
+            added = tl.where(fits, grown, b_written)
             part += tl.where(fits, 0, 1 << i)
         else:
-            added = written
+            added = b_written
     is_span = part == 1
     # block by block, whether it goes on with the span before
     log_span = tl.zeros([J], tl.float32)  # log r of each block's first token
