@@ -182,7 +182,6 @@ class Machine:
             "shared_base": lambda zero: zero,
             "load4": lambda address: tuple(v.view(np.float32) for v in self._words(address, 4)),
             "load4_bits": lambda address: self._words(address, 4),
-            "load2": lambda address: tuple(v.view(np.float32) for v in self._words(address, 2)),
             "load1": lambda address: register(self.shared.read(address)),
             "load2_bits": lambda address: self._words(address, 2),
             "uniform": self._uniform,
@@ -191,13 +190,12 @@ class Machine:
             "thread_anew": lambda zero: register(np.arange(self.threads, dtype=np.int32)),
             "store2_bits": self._store2_bits,
             "store4": self._store4,
-            "store2": self._store2_bits,
             "store1": lambda address, value: self.shared.write(address, value),
             "copy_async": self._copy_async,
             "load_global4": self._load_global4,
             "load_global4_if": self._load_global4_if,
             "store_global4": self._store_global4,
-            "store_global4_bits": lambda address, *values: self._store_global4(address, values),
+            "store_global2_if": self._store_global2_if,
             "warp_barrier": lambda: self.shared.warp_barrier(),
             "wait_async": lambda zero: self.shared.wait(),
             "reciprocal": lambda x: register(np.float32(1) / x),
@@ -272,11 +270,11 @@ class Machine:
         for i, value in enumerate((a, b)):
             self.shared.write(address + 4 * i, np.ascontiguousarray(value).view(np.float32))
 
-    def _copy_async(self, address, source: Pointer):
-        assert (address % 8 == 0).all()
+    def _copy_async(self, address, source: Pointer, size):
+        assert (address % size == 0).all()
         assert (source.offset >= 0).all()
-        assert (source.offset % 2 == 0).all()
-        for i in range(2):
+        assert (source.offset % (size // 4) == 0).all()
+        for i in range(size // 4):
             words = source.flat[torch.from_numpy(np.asarray(source.offset + i))]
             self.shared.write(address + 4 * i, words.numpy().view(np.float32), copy=True)
 
@@ -284,6 +282,11 @@ class Machine:
         assert (np.asarray(address.offset) % 4 == 0).all()
         for i, value in enumerate(values):
             self._store(address + i, value)
+
+    def _store_global2_if(self, address: Pointer, a, b, condition):
+        assert (np.asarray(address.offset) % 2 == 0).all()
+        self._store(address, a, condition)
+        self._store(address + 1, b, condition)
 
     def _mma(self, a, b, acc):
         depth = 8 * len(b)
@@ -307,7 +310,7 @@ class Kernel:
         self.function, self.modules = function, modules
 
     def __getitem__(self, grid):
-        def run(*arguments, num_warps, maxnreg=None, **constants):
+        def run(*arguments, num_warps, **constants):
             arguments = [pointer(v) if isinstance(v, torch.Tensor) else v for v in arguments]
             for program in itertools.product(*(range(size) for size in grid)):
                 machine = Machine(32 * num_warps, program, grid)

@@ -1,6 +1,7 @@
 """What the 16 tokens of a block bring to `hopper_gradients.py`: where it lies in shared memory, how it gets there."""
 
 from .hopper_lanes import (
+    barrier,
     copy_async,
     from_lane,
     gl,
@@ -8,82 +9,146 @@ from .hopper_lanes import (
     jit,
     load1,
     load2_bits,
+    load4_bits,
     low,
     pack,
     reciprocal,
     store1,
-    store2,
     store2_bits,
     store4,
     wait_async,
 )
 
-# Shared memory of 256 threads, in bytes. First a token's sums over a lane's elements [8 warps, 4, 32 lanes, 4]: d v,
-# d beta, dC and dB. Then those over a warp of all the block's tokens: d v and d beta [16, 8 warps, 2, 32 rows], dC and dB
-# [16, 2 halves of the rows, 2, 64 keys] and -Z_I, over four lanes [16, 8, 8].
-ROW_SUMS_AT = gl.constexpr(16384)
-KEY_SUMS_AT = gl.constexpr(49152)
-PRIORS_AT = gl.constexpr(65536)
-# Operands: rows [16, (dy, v, u), 64], keys [16, 4 warps, (C, B, B²), 16], and x and beta in pairs of tokens, as first
-# operands of products lie [2, 4, 8, 4, 4], of a block that outgrows its start.
-ROWS_AT = gl.constexpr(69632)
-KEYS_AT = gl.constexpr(81920)
-PAIRS_AT = gl.constexpr(94208)
-# x, beta, dy, B and C as they were copied [5, 16 tokens, 16 times 8 bytes], each by the thread that takes it
-RAW_AT = gl.constexpr(98304)
-IDLE_AT = gl.constexpr(108544)  # a word for each thread
-SCALES_AT = gl.constexpr(109568)  # of all the segment's tokens [256]: dt / c, 1 / c and dq
-SPANS_AT = gl.constexpr(112640)  # of its blocks [16]: factors and parts
-WORDS = gl.constexpr(111)  # rows of 256 words
+# Shared memory of 128 threads, in bytes. First a token's sums over a lane's elements [4 warps, 6, 32 lanes, 4]: d v of
+# rows 0 to 3 and 4 to 7, d beta, dC and dB. Then those of d v and d beta over a warp's keys [17 tokens, 4, 32, 4], and
+# of -Z_I over a lane's elements [16, 128].
+ROW_SUMS_AT = gl.constexpr(12288)
+PRIORS_AT = gl.constexpr(47104)
+# Operands: rows of this block and of the next [2, 16, (dy, v, u), 64], keys [16, 4 warps, (C, B, B²), 16], and x and
+# beta in pairs of tokens, as first operands of products lie [2, 4, 8, 4, 4], of a block that outgrows its start.
+ROWS_AT = gl.constexpr(55296)
+KEYS_AT = gl.constexpr(79872)
+PAIRS_AT = gl.constexpr(92160)
+# x, beta, dy, B and C as they were copied, in the order in which threads take them [5, 128, 4 words]
+RAW_AT = gl.constexpr(96256)
+IDLE_AT = gl.constexpr(106496)  # a word for each thread
+SCALES_AT = gl.constexpr(107008)  # of all the segment's tokens [256]: dt / c, 1 / c and dq
+SPANS_AT = gl.constexpr(110080)  # of its blocks [16]: factors and parts
+WORDS = gl.constexpr(216)  # rows of 128 words
 MOST_TOKENS = 256  # of a segment
 
 
 @jit
 def copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps):
-    """Begin to copy what 16 tokens bring: four rows and four keys of one token a thread."""
-    a = base + RAW_AT + tid * 8
-    t = gl.minimum(start + (tid >> 4), steps - 1)
-    o = (tid & 15) * 2
-    copy_async(a, p_x + (t * x_t + o))
-    copy_async(a + 2048, p_beta + (t * beta_t + o))
-    copy_async(a + 4096, p_dy + (t * dy_t + o))
-    copy_async(a + 6144, p_B + (t * B_t + o))
-    copy_async(a + 8192, p_C + (t * C_t + o))
+    """Begin to copy what 16 tokens bring: two tokens' four rows, and eight keys of one, a thread."""
+    a = base + RAW_AT + tid * 16
+    t0 = gl.minimum(start + tid // 16 * 2, steps - 1)
+    t1 = gl.minimum(start + tid // 16 * 2 + 1, steps - 1)
+    o = tid % 16 * 2
+    copy_async(a, p_x + (t0 * x_t + o), 8)
+    copy_async(a + 8, p_x + (t1 * x_t + o), 8)
+    copy_async(a + 2048, p_beta + (t0 * beta_t + o), 8)
+    copy_async(a + 2056, p_beta + (t1 * beta_t + o), 8)
+    copy_async(a + 4096, p_dy + (t0 * dy_t + o), 8)
+    copy_async(a + 4104, p_dy + (t1 * dy_t + o), 8)
+    t0 = gl.minimum(start + tid // 8, steps - 1)
+    o = tid % 8 * 4
+    copy_async(a + 6144, p_B + (t0 * B_t + o), 16)
+    copy_async(a + 8192, p_C + (t0 * C_t + o), 16)
 
 
 @jit
-def _put_four(a, pairs, scale):
-    """Four bfloat16 as float32."""
-    store4(a, (low(pairs[0]) * scale, high(pairs[0]) * scale, low(pairs[1]) * scale, high(pairs[1]) * scale))
+def _put_rows(a, raw, scale0, scale1):
+    """Two tokens' four rows as float32."""
+    store4(a, (low(raw[0]) * scale0, high(raw[0]) * scale0, low(raw[1]) * scale0, high(raw[1]) * scale0))
+    store4(a + 768, (low(raw[2]) * scale1, high(raw[2]) * scale1, low(raw[3]) * scale1, high(raw[3]) * scale1))
 
 
 @jit
-def _load_pairs(a, there):
+def _put_pairs(a, raw):
+    """Two tokens' four rows as pairs of the tokens."""
+    store2_bits(a, (raw[0] & 65535) | (raw[2] << 16), ((raw[0] >> 16) & 65535) | (raw[2] & -65536))
+    store2_bits(a + 16, (raw[1] & 65535) | (raw[3] << 16), ((raw[1] >> 16) & 65535) | (raw[3] & -65536))
+
+
+@jit
+def _unless_past(raw, t, steps):
     """Zero for tokens after the last."""
-    first, second = load2_bits(a)
-    return gl.where(there, first, 0), gl.where(there, second, 0)
+    return (
+        gl.where(t < steps, raw[0], 0),
+        gl.where(t < steps, raw[1], 0),
+        gl.where(t + 1 < steps, raw[2], 0),
+        gl.where(t + 1 < steps, raw[3], 0),
+    )
 
 
 @jit
-def put_block(base, a_scales, tid, left):
-    """Operands of 16 tokens, of which the first `left` are the sequence's, as the thread has copied them."""
+def _put_scaled(a_rows, a_scales, tid, x, u):
+    """v and u of 16 tokens, from x and beta as `copy_block` brings them."""
+    pair = tid // 16 * 2
+    a = a_rows + pair * 768 + tid % 16 * 16
+    a_pair = a_scales + pair * 4
+    _put_rows(a + 256, x, load1(a_pair), load1(a_pair + 4))
+    _put_rows(a + 512, u, load1(a_pair + 1024), load1(a_pair + 1028))
+
+
+@jit
+def _from_pairs(a):
+    """What `_put_pairs` has put there."""
+    r0, r1 = load2_bits(a)
+    r2, r3 = load2_bits(a + 16)
+    return (
+        (r0 & 65535) | (r1 << 16),
+        (r2 & 65535) | (r3 << 16),
+        ((r0 >> 16) & 65535) | (r1 & -65536),
+        ((r2 >> 16) & 65535) | (r3 & -65536),
+    )
+
+
+@jit
+def _put_eight(a, raw):
+    """Eight keys of a token, as float32."""
+    store4(a, (low(raw[0]), high(raw[0]), low(raw[1]), high(raw[1])))
+    store4(a + 16, (low(raw[2]), high(raw[2]), low(raw[3]), high(raw[3])))
+
+
+@jit
+def _squares(a, b):
+    """Of four keys, rounded as the products round them that make the anchors."""
+    first = pack(low(a) * low(a), high(a) * high(a))
+    second = pack(low(b) * low(b), high(b) * high(b))
+    return (low(first), high(first), low(second), high(second))
+
+
+@jit
+def put_keys(base, tid):
+    """C, B and B² of 16 tokens."""
+    a = base + RAW_AT + tid * 16
+    a_keys = base + KEYS_AT + tid // 8 * 768 + tid % 8 // 2 * 192 + tid % 2 * 32
+    b = load4_bits(a + 6144)
+    _put_eight(a_keys, load4_bits(a + 8192))
+    _put_eight(a_keys + 64, b)
+    store4(a_keys + 128, _squares(b[0], b[1]))
+    store4(a_keys + 144, _squares(b[2], b[3]))
+
+
+@jit
+def _place_of_pairs(base, tid):
+    return base + PAIRS_AT + tid // 16 % 4 * 512 + tid % 16 * 32 + tid // 64 * 8
+
+
+@jit
+def put_rows(base, a_rows, a_scales, tid, left):
+    """dy, v and u of 16 tokens, of which the first `left` are the sequence's, as the thread has copied them."""
     wait_async(tid * 0)
-    a = base + RAW_AT + tid * 8
-    token = (tid >> 4)
-    there = token < left
+    a = base + RAW_AT + tid * 16
+    pair = tid // 16 * 2
+    x = _unless_past(load4_bits(a), pair, left)
+    u = _unless_past(load4_bits(a + 2048), pair, left)
+    dy = _unless_past(load4_bits(a + 4096), pair, left)
     one = (tid * 0).to(gl.float32) + 1.0
-    a_row = base + ROWS_AT + token * 768 + (tid & 15) * 16
-    a_scale = a_scales + token * 4
-    _put_four(a_row, _load_pairs(a + 4096, there), one)
-    _put_four(a_row + 256, _load_pairs(a, there), load1(a_scale))
-    _put_four(a_row + 512, _load_pairs(a + 2048, there), load1(a_scale + 1024))
-    a_key = base + KEYS_AT + token * 768 + ((tid & 15) >> 2) * 192 + (tid & 3) * 16
-    b0, b1 = load2_bits(a + 6144)
-    _put_four(a_key, load2_bits(a + 8192), one)
-    _put_four(a_key + 64, (b0, b1), one)
-    # rounded as the products round them that make the anchors
-    squares = (pack(low(b0) * low(b0), high(b0) * high(b0)), pack(low(b1) * low(b1), high(b1) * high(b1)))
-    _put_four(a_key + 128, squares, one)
+    _put_rows(a_rows + pair * 768 + tid % 16 * 16, dy, one, one)
+    _put_scaled(a_rows, a_scales, tid, x, u)
 
 
 @jit
@@ -93,16 +158,18 @@ def put_scales(base, p_dt, p_scales, p_factors, p_parts, dt_t, prior, steps, tid
     a = gl.where(there, base + SPANS_AT + tid * 4, base + IDLE_AT + tid * 4)
     store1(a, gl.load(p_factors + tid, mask=there, other=0.0))
     store1(gl.where(there, a + 64, a), gl.load(p_parts + tid, mask=there, other=0).to(gl.float32))
-    there = tid < n_tokens
-    dt = gl.load(p_dt + gl.minimum(tid, steps - 1) * dt_t)
-    r = gl.load(p_scales + tid, mask=there, other=1.0)
-    r_before = gl.load(p_scales + gl.maximum(tid - 1, 0), mask=there, other=1.0)
-    ended = gl.load(p_parts + gl.maximum((tid >> 4) - 1, 0), mask=there, other=0) > 0
-    first = (tid == 0) | (((tid & 15) == 0) & ended)
-    a = base + SCALES_AT + tid * 4
-    store1(a, gl.where(tid < steps, dt, 0.0) * r)
-    store1(a + 1024, r)
-    store1(a + 2048, gl.where(first, 0.0, prior * (r - r_before)))
+    for i in range(gl.cdiv(n_tokens, 128)):
+        token = i * 128 + tid
+        there = token < n_tokens
+        dt = gl.load(p_dt + gl.minimum(token, steps - 1) * dt_t)
+        r = gl.load(p_scales + token, mask=there, other=1.0)
+        r_before = gl.load(p_scales + gl.maximum(token - 1, 0), mask=there, other=1.0)
+        ended = gl.load(p_parts + gl.maximum(token // 16 - 1, 0), mask=there, other=0) > 0
+        first = (token == 0) | ((token % 16 == 0) & ended)
+        a = base + SCALES_AT + token * 4
+        store1(a, gl.where(token < steps, dt, 0.0) * r)
+        store1(a + 1024, r)
+        store1(a + 2048, gl.where(first, 0.0, prior * (r - r_before)))
 
 
 @jit
@@ -121,8 +188,8 @@ def decays(p_dt, p_doc, dt_t, A, start, steps, before, t, HAS_DOC: gl.constexpr)
 @jit
 def put_parts(base, a_scales, alpha, dt, parts, prior, tid):
     """The block's scales within parts that begin with the tokens whose bits are set; returns 1 / c."""
-    t = (tid & 15)
-    lane = (tid & 31)
+    t = tid % 16
+    lane = tid % 32
     first = ((parts >> t) & 1) != 0
     kept = gl.where(first, 1.0, alpha)
     for k in gl.static_range(4):
@@ -160,27 +227,27 @@ def scales_of(alpha, dt, r, t, first, last, lane, c):
 
 
 @jit
-def put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, a_scales, tid):
-    """x and beta in pairs of tokens, for products, and v and u anew, with other scales: two rows of two tokens a thread."""
-    pair = (tid >> 5) * 2
-    left = steps - start
-    o0 = gl.minimum(start + pair, steps - 1)
-    o1 = gl.minimum(start + pair + 1, steps - 1)
-    o = (tid & 31)
-    a = base + PAIRS_AT + ((tid >> 5) & 3) * 512 + (tid & 31) * 16 + (tid >> 7) * 8
-    a_row = base + (ROWS_AT + 256) + pair * 768 + (tid & 31) * 8
-    a_scale = a_scales + pair * 4
-    for i in gl.static_range(2):
-        if i == 0:
-            first = gl.load(p_x + (o0 * x_t + o))
-            second = gl.load(p_x + (o1 * x_t + o))
-        else:
-            first = gl.load(p_beta + (o0 * beta_t + o))
-            second = gl.load(p_beta + (o1 * beta_t + o))
-        first = gl.where(pair < left, first, 0)
-        second = gl.where(pair + 1 < left, second, 0)
-        store2_bits(a + 2048 * i, (first & 65535) | (second << 16), ((first >> 16) & 65535) | (second & -65536))
-        scale0 = load1(a_scale + 1024 * i)
-        scale1 = load1(a_scale + (1024 * i + 4))
-        store2(a_row + 256 * i, low(first) * scale0, high(first) * scale0)
-        store2(a_row + (256 * i + 768), low(second) * scale1, high(second) * scale1)
+def put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, tid):
+    """x and beta in pairs of tokens, for products."""
+    pair = tid // 16 * 2
+    t0 = gl.minimum(start + pair, steps - 1)
+    t1 = gl.minimum(start + pair + 1, steps - 1)
+    o = tid % 16 * 2
+    a = _place_of_pairs(base, tid)
+    _put_pairs(a, _unless_past(_two_tokens(p_x + o, t0 * x_t, t1 * x_t), pair, steps - start))
+    _put_pairs(a + 2048, _unless_past(_two_tokens(p_beta + o, t0 * beta_t, t1 * beta_t), pair, steps - start))
+
+
+@jit
+def _two_tokens(p, o0, o1):
+    """Two words each of two tokens."""
+    return gl.load(p + o0), gl.load(p + (o0 + 1)), gl.load(p + o1), gl.load(p + (o1 + 1))
+
+
+@jit
+def rescale(base, a_rows, a_scales, tid):
+    """v and u anew, with other scales, and for all to see what `put_pairs` has put."""
+    barrier()
+    a = _place_of_pairs(base, tid)
+    _put_scaled(a_rows, a_scales, tid, _from_pairs(a), _from_pairs(a + 2048))
+    barrier()

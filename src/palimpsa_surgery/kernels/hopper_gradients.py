@@ -7,7 +7,7 @@ not decay, so a token that is done takes back what it wrote,
     M / c -= v B        I / c -= u B² + dq        with v = dt x / c, u = beta / c, dq by how much I_prior / c has grown
 
 and adds C dy (c / I) to c E and -C dy (c / I) (M / I) to c E_I, which do not decay either. All of it is float32, and no
-element is moved: a lane has four value rows and four keys of M, I, E and E_I, and leaves its sums over them in shared
+element is moved: a lane has eight value rows and four keys of M, I, E and E_I, and leaves its sums over them in shared
 memory (`hopper_token.py`); what a block's tokens bring lies there too (`hopper_block.py`).
 
 Where I has outgrown its start, or c has fallen, by more than `GROWTH`, float32 would not give the start back. Then four
@@ -28,10 +28,12 @@ from .hopper_block import (
     WORDS,
     copy_block,
     decays,
-    put_block,
+    put_keys,
     put_pairs,
     put_parts,
+    put_rows,
     put_scales,
+    rescale,
     scales_of,
 )
 from .hopper_lanes import (
@@ -59,16 +61,15 @@ from .hopper_lanes import (
 from .hopper_token import add4, add_up, last_token, sum_of_warp, token
 
 HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
-NUM_WARPS = 8  # of 32 value rows and 16 keys each
+NUM_WARPS = 4  # of 16 keys each
 HALVES = 2  # programs for all keys
-REGISTERS = 128  # of a thread, so that a multiprocessor has room for two programs
 
 
 @jit
 def _times_all(V, factor):
-    """A state's or adjoint's 16 elements times a factor."""
+    """A state's or adjoint's 32 elements times a factor."""
     rows = ()
-    for j in gl.static_range(4):
+    for j in gl.static_range(8):
         rows += (scaled(V[j], factor),)
     return rows
 
@@ -89,9 +90,9 @@ def _three_parts(a, b):
 
 @jit
 def _written(a_pairs, a_keys, scales):
-    """What 16 tokens write, scaled: four tiles of 16 rows × 8 keys, products of x or beta, bfloat16, with three parts.
+    """What 16 tokens write, scaled: eight tiles of 16 rows × 8 keys, products of x or beta, bfloat16, with three parts.
 
-    `scales` of tokens 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. Of tile 2 i + u a lane has rows 2 i and 2 i + 1 of its four
+    `scales` of tokens 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. Of tile 2 i + u a lane has rows 2 i and 2 i + 1 of its eight
     and keys 2 u and 2 u + 1 of its four.
     """
     s0, s1, s8, s9 = scales
@@ -106,7 +107,7 @@ def _written(a_pairs, a_keys, scales):
                 _three_parts(load1(a + 6144) * s8, load1(a + 6912) * s9),
             ),
         )
-    for i in gl.static_range(2):
+    for i in gl.static_range(4):
         a0, a1, a2, a3 = load4_bits(a_pairs + 16 * i)
         for u in gl.static_range(2):
             first, second = parts[u]
@@ -126,14 +127,18 @@ def _from_tiles(tiles, j: gl.constexpr):
 
 @jit
 def _load_state(pointer, rows, condition):
-    """A lane's four rows of four keys, as `anchor_states` puts them, or `rows` where the condition does not hold."""
+    """A lane's eight rows of four keys, as `anchor_states` puts them, or `rows` where the condition does not hold."""
     keys = ()
     for k in gl.static_range(4):
-        old = (rows[0][k], rows[1][k], rows[2][k], rows[3][k])
-        keys += (load_global4_if(pointer + 32 * k, old, condition),)
+        for i in gl.static_range(2):
+            old = (rows[4 * i][k], rows[4 * i + 1][k], rows[4 * i + 2][k], rows[4 * i + 3][k])
+            keys += (load_global4_if(pointer + (32 * k + 4 * i), old, condition),)
     rows = ()
-    for j in gl.static_range(4):
-        rows += ((keys[0][j], keys[1][j], keys[2][j], keys[3][j]),)
+    for j in gl.static_range(8):
+        row = ()
+        for k in gl.static_range(4):
+            row += (keys[2 * k + j // 4][j % 4],)
+        rows += (row,)
     return rows
 
 
@@ -148,8 +153,7 @@ def _parts(block):
 def _of_lane(anchors, zero):
     """A lane's own part of an anchor."""
     tid = thread_anew(zero)
-    place = (tid >> 7) * 8192 + ((tid & 31) >> 3) * 2048 + ((tid >> 2) & 1) * 4  # of the rows
-    return anchors + (place + ((tid >> 5) & 3) * 128 + (tid & 3) * 8)
+    return anchors + (tid % 32 // 4 * 2048 + tid // 32 * 128 + tid % 4 * 8)
 
 
 @jit
@@ -161,13 +165,13 @@ def _state(M, I, pointer, a_pairs, a_keys, v_scales, u_scales, kept, prior, prio
     old = _load_state(pointer, M, kept.to(gl.int32) * 0 + 1)
     tiles = _written(a_pairs, a_keys, v_scales)
     M = ()
-    for j in gl.static_range(4):
+    for j in gl.static_range(8):
         M += (add4(scaled(old[j], kept), _from_tiles(tiles, j)),)
     old = _load_state(pointer + 1024, I, kept.to(gl.int32) * 0 + 1)
     tiles = _written(a_pairs + 2048, a_keys + 64, u_scales)
     grown = prior_end - prior
     I = ()
-    for j in gl.static_range(4):
+    for j in gl.static_range(8):
         new = _from_tiles(tiles, j)
         row = ()
         for k in gl.static_range(4):
@@ -185,7 +189,7 @@ def _flow(M, I, E, J, prior, keep, lane):
     """
     zero = prior * 0.0
     flow = (zero, zero, zero, zero)
-    for j in gl.static_range(4):
+    for j in gl.static_range(8):
         more = ()
         for k in gl.static_range(4):
             more += (flow[k] + M[j][k] * E[j][k] - (I[j][k] - prior) * J[j][k],)
@@ -196,7 +200,7 @@ def _flow(M, I, E, J, prior, keep, lane):
 @jit
 def _put_state(p, V, sign, N: gl.constexpr):
     """A lane's elements to [p, n]."""
-    for j in gl.static_range(4):
+    for j in gl.static_range(8):
         store_global4(p + j * N, scaled(V[j], sign))
 
 
@@ -210,19 +214,19 @@ def segment_gradients(
 
     x, beta, B, C and dy are int32 pairs, and their strides are in pairs; scales, factors, parts and anchors are those
     of `hopper_spans.py`. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
-    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 8], d log alpha of a span's
+    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], d log alpha of a span's
     first token in parts, of which the first is NaN for others; changes [2, b, h, TP], by how much it grows from a token
-    to the next; dprior [2, b, h, NSEG, 8]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
+    to the next; dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
     """
     N: gl.constexpr = 128
     P: gl.constexpr = 64
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    shared = gl.allocate_shared_memory(gl.float32, [WORDS, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tid = gl.arange(0, 256, layout=L)
-    lane = (tid & 31)
-    warp = (tid >> 5)
-    g = (lane >> 2)
-    c = (lane & 3)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared = gl.allocate_shared_memory(gl.float32, [WORDS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tid = gl.arange(0, 128, layout=L)
+    lane = tid % 32
+    warp = tid // 32
+    g = lane // 4
+    c = lane % 4
     zero_int = tid * 0
     zero = zero_int.to(gl.float32)
     shared.index(0).store(zero)  # what is not used is not allocated; this waits for all threads
@@ -246,21 +250,19 @@ def segment_gradients(
     p_rows = rows + ((i_bh * 4 + half) * TP + t0) * P
     p_keys = keys + ((i_bh * TP + t0) * (N // 2) + half * 32)
     p_changes = changes + ((half * n_bh + i_bh) * TP + t0)
-    p_flows = flows + ((half * n_bh + i_bh) * TP + t0) * 8
+    p_flows = flows + ((half * n_bh + i_bh) * TP + t0) * 4
     p_factors = factors + chunk
     p_parts = parts + chunk
-    # a lane has four rows, from o_row on, and four keys of the half, from o_key on
-    o_row = (warp >> 2) * 32 + g * 4
-    o_key = (warp & 3) * 16 + c * 4
-    dB_to_dC = n_bh * TP * (N // 2)
+    # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
+    o_key = warp * 16 + c * 4
+    p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
     p_anchors = anchors + (chunk * (2 * P * N) + half * 512)
-    a_keys = base + KEYS_AT + (warp & 3) * 192 + c * 16
-    a_rows = base + ROWS_AT + o_row * 4
+    a_keys = base + KEYS_AT + warp * 192 + c * 16
 
     nothing = T >> 31  # zero, which the compiler cannot know
     n_blocks = gl.cdiv(steps, 16)
     zeros = (zero, zero, zero, zero)
-    E = (zeros, zeros, zeros, zeros)
+    E = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     J = E
     M = E
     I = E
@@ -272,7 +274,8 @@ def segment_gradients(
     M = _load_state(p_anchor, M, zero_int + 1)
     I = _load_state(p_anchor + 8 * N, I, zero_int + 1)
     barrier()
-    put_block(base, base + SCALES_AT + start * 4, tid, steps - start)
+    put_rows(base, base + ROWS_AT, base + SCALES_AT + start * 4, tid, steps - start)
+    put_keys(base, tid)
     previous = gl.maximum(start - 16, 0)
     copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
     barrier()
@@ -280,10 +283,11 @@ def segment_gradients(
         start = (n_blocks - 1 - i_block) * 16
         previous = gl.maximum(start - 16, 0)
         a_scales = base + SCALES_AT + start * 4
-        a_spans = base + SPANS_AT + (start >> 2)
+        a_rows = base + ROWS_AT + i_block % 2 * 12288
+        a_spans = base + SPANS_AT + start // 4
         tid = thread_anew(zero_int)  # each warp its own, which it may write again
-        gl.store(p_flows + ((start + (tid & 15)) * 8 + (tid >> 5)), zero + float("nan"), mask=(tid & 31) < 16)
-        b_parts = _parts((start >> 4))
+        gl.store(p_flows + ((start + tid % 16) * 4 + tid // 32), zero + float("nan"), mask=tid % 32 < 16)
+        b_parts = _parts(start // 16)
         whole = gl.where(b_parts > 1, 0, 1)
         # the last block of a span
         for _ in range(whole * b_parts):
@@ -292,33 +296,33 @@ def segment_gradients(
             J = _times_all(J, factor)
         for i_token in range(16 * whole):
             M, I, E, J = token(
-                M, I, E, J, 15 - i_token, base, a_rows, a_keys, a_scales, warp, lane, nothing
+                M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales,
+                p_outs + start * (N // 2), warp, lane, nothing,
             )  # fmt: skip
         # or a block that outgrows its start, in parts
         for _ in range(1 - whole):
             tid = thread_anew(zero_int)
-            t = (tid & 15)
-            lane = (tid & 31)
-            warp = (tid >> 5)
-            g = (lane >> 2)
-            c = (lane & 3)
-            a_pairs = base + PAIRS_AT + c * 512 + (warp >> 2) * 256 + g * 32
+            t = tid % 16
+            lane = tid % 32
+            warp = tid // 32
+            g = lane // 4
+            c = lane % 4
+            a_pairs = base + PAIRS_AT + c * 512 + g * 64
             k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
-            a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + (warp & 3) * 192 + k_g * 4
+            a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
             p_doc = doc + (b * T + t0)
             before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
             alpha, d = decays(p_dt, p_doc, dt_t, gl.load(A + h), start, steps, before, t, HAS_DOC)
             r = put_parts(base, a_scales, alpha, d, b_parts, b_prior, tid)
-            barrier()
-            put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, a_scales, tid)
-            barrier()
+            put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, tid)
+            rescale(base, a_rows, a_scales, tid)
             last = 15
             for _ in range(count_bits(b_parts)):
                 first = highest_bit(b_parts & ((2 << last) - 1))
                 v_scales, u_scales, kept = scales_of(alpha, d, r, t, first, last, lane, c)
                 r_end = from_lane(r, zero_int + last)
                 M, I = _state(
-                    M, I, _of_lane(p_anchors + (start >> 4) * (2 * P * N), zero_int),
+                    M, I, _of_lane(p_anchors + start // 16 * (2 * P * N), zero_int),
                     a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end,
                 )  # fmt: skip
                 factor = gl.where(zero_int + i_block == 0, 0.0, load1(a_spans + 4))
@@ -327,37 +331,40 @@ def segment_gradients(
                 J = _times_all(J, after * reciprocal(r_end))
                 for i_token in range(last - first + 1):
                     M, I, E, J = token(
-                        M, I, E, J, last - i_token, base, a_rows, a_keys, a_scales, warp, lane, nothing
+                        M, I, E, J, last - i_token, base, a_rows + g * 32, a_keys, a_scales,
+                        p_outs + start * (N // 2), warp, lane, nothing,
                     )  # fmt: skip
                 keep = gl.where(zero_int + first == 0, load1(a_spans), from_lane(alpha, zero_int + first))
                 flow = _flow(M, I, E, J, b_prior + zero, keep, lane)
-                gl.store(p_flows + ((start + first) * 8 + warp), flow, mask=lane == 0)
+                gl.store(p_flows + ((start + first) * 4 + warp), flow, mask=lane == 0)
                 last = first - 1
         # the first block of a span
-        begins = (start == 0) | (_parts((start >> 4) - 1) > 0)
-        for _ in range(gl.where(begins & (_parts((start >> 4)) <= 1), 1, 0)):
+        begins = (start == 0) | (_parts(start // 16 - 1) > 0)
+        for _ in range(gl.where(begins & (_parts(start // 16) <= 1), 1, 0)):
             flow = _flow(M, I, E, J, b_prior + zero, load1(a_spans), lane)
-            gl.store(p_flows + (start * 8 + warp), flow, mask=lane == 0)
-        ends = gl.where((start > 0) & (_parts((start >> 4) - 1) == 1), 1, 0) + zero_int
-        p_anchor = _of_lane(p_anchors + (previous >> 4) * (2 * P * N), zero_int)
+            gl.store(p_flows + (start * 4 + warp), flow, mask=lane == 0)
+        ends = gl.where((start > 0) & (_parts(start // 16 - 1) == 1), 1, 0) + zero_int
+        p_anchor = _of_lane(p_anchors + previous // 16 * (2 * P * N), zero_int)
         M = _load_state(p_anchor, M, ends)
         I = _load_state(p_anchor + 8 * N, I, ends)
-        last_token(base, warp, lane)
+        tid = thread_anew(zero_int)
+        a_next = base + ROWS_AT + (i_block + 1) % 2 * 12288
+        put_rows(base, a_next, base + SCALES_AT + previous * 4, tid, steps - previous)
+        last_token(base, p_outs + start * (N // 2), warp, lane)
         barrier()
         tid = thread_anew(zero_int)
         dprior_sum = add_up(
-            base, base + ROWS_AT, a_scales, tid, b_prior, p_rows + start * P, p_changes + start,
-            p_keys + start * (N // 2), dB_to_dC, TP, dprior_sum,
-        )  # fmt: skip
-        put_block(base, base + SCALES_AT + previous * 4, tid, steps - previous)
+            base, a_rows, a_scales, tid // 32, tid % 32, b_prior, p_rows + start * P, p_changes + start, TP, dprior_sum
+        )
+        put_keys(base, tid)
         before_that = gl.maximum(start - 32, 0)
         copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
         barrier()
     factor = gl.load(p_factors) + zero
     wait_async(zero_int)  # no copy lands in shared memory after the program's end
     dprior_sum = sum_of_warp(dprior_sum, lane)
-    p_dprior = dprior + (((half * n_bh + i_bh) * NSEG + i_seg) * 8 + warp)
+    p_dprior = dprior + (((half * n_bh + i_bh) * NSEG + i_seg) * 4 + warp)
     gl.store(p_dprior, -dprior_sum, mask=lane == 0)
-    p_e = adjoints + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + o_row * N + o_key)
+    p_e = adjoints + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + g * 8 * N + o_key)
     _put_state(p_e, E, factor, N)
     _put_state(p_e + P * N, J, -factor, N)

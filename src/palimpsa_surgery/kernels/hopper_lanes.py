@@ -68,14 +68,6 @@ def load2_bits(address):
 
 
 @jit
-def load2(address):
-    """Two float32 words from shared memory."""
-    return gl.inline_asm_elementwise(
-        "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [address], (gl.float32, gl.float32), is_pure=False, pack=1
-    )
-
-
-@jit
 def load_scalar(address):
     """A float32 word from shared memory, for all threads."""
     return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
@@ -99,14 +91,6 @@ def store2_bits(address, a, b):
 
 
 @jit
-def store2(address, a, b):
-    """Two float32 words to shared memory."""
-    gl.inline_asm_elementwise(
-        "st.shared.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0;", "=r,r,f,f", [address, a, b], gl.int32, is_pure=False, pack=1
-    )
-
-
-@jit
 def store1(address, v):
     """A float32 word to shared memory."""
     gl.inline_asm_elementwise(
@@ -115,12 +99,18 @@ def store1(address, v):
 
 
 @jit
-def copy_async(address, pointer):
-    """Eight bytes from global to shared memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.ca.shared.global [$1], [$2], 8; mov.u32 $0, 0;", "=r,r,l", [address, pointer.to(gl.int64)],
-        gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def copy_async(address, pointer, size: gl.constexpr):
+    """8 or 16 bytes from global to shared memory."""
+    if size == 8:
+        gl.inline_asm_elementwise(
+            "cp.async.ca.shared.global [$1], [$2], 8; mov.u32 $0, 0;", "=r,r,l", [address, pointer.to(gl.int64)],
+            gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            "cp.async.cg.shared.global [$1], [$2], 16; mov.u32 $0, 0;", "=r,r,l", [address, pointer.to(gl.int64)],
+            gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @jit
@@ -152,11 +142,11 @@ def store_global4(pointer, v):
 
 
 @jit
-def store_global4_bits(pointer, a, b, c, d):
-    """Four words to global memory."""
+def store_global2_if(pointer, a, b, condition):
+    """Two words to global memory, by the threads for which the condition holds."""
     gl.inline_asm_elementwise(
-        "st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,r,r,r,r",
-        [pointer.to(gl.int64), a, b, c, d], gl.int32, is_pure=False, pack=1,
+        "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.b32 [$1], {$2, $3}; mov.u32 $0, 0; }",
+        "=r,l,r,r,r", [pointer.to(gl.int64), a, b, condition.to(gl.int32)], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -166,27 +156,6 @@ def warp_barrier():
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
     )
-
-
-@jit
-def count_bits(v):
-    """How many bits of an integer are set."""
-    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [v], gl.int32, is_pure=True, pack=1)
-
-
-@jit
-def highest_bit(v):
-    """Number of the highest bit that is set."""
-    return gl.inline_asm_elementwise("bfind.u32 $0, $1;", "=r,r", [v], gl.int32, is_pure=True, pack=1)
-
-
-@jit
-def thread_anew(zero):
-    """The thread's number, read where it is needed: what is made of it takes no register elsewhere."""
-    tid = gl.inline_asm_elementwise(
-        "{ .reg .b32 a; mov.u32 a, %tid.x; add.u32 $0, a, $1; }", "=r,r", [zero], gl.int32, is_pure=False, pack=1
-    )
-    return tid & 1023  # so that it is known not to be negative
 
 
 @jit

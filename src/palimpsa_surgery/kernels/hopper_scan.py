@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .hopper_block import MOST_TOKENS
 from .hopper_carry import carry_keys, carry_rows
-from .hopper_gradients import HALVES, HEAD_DIM, NUM_WARPS, REGISTERS, STATE_SIZE
+from .hopper_gradients import HALVES, HEAD_DIM, NUM_WARPS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
 from .hopper_read_out import read_out as read_out_kernel
@@ -46,7 +46,7 @@ def sum_flows(
 ):  # fmt: skip
     """ddt of one segment and head, and its part of dA [b, h, NSEG].
 
-    Of the segment's own tokens, each half of the keys has flows [2, b, h, TP, 8], the parts of d log alpha unless the
+    Of the segment's own tokens, each half of the keys has flows [2, b, h, TP, 4], the parts of d log alpha unless the
     first is NaN, and changes [2, b, h, TP], by how much it grows from a token to the next. To this comes what goes from
     before the token to after the segment: flow [2, b, h, TP] from each token and whole [2, b, h, NSEG] from before it.
     """
@@ -64,10 +64,10 @@ def sum_flows(
     b_flow += tl.load(flow + part * TP + p_t - 1, mask=m_before, other=0.0)
     b_q = tl.cumsum(b_flow, 0) + tl.load(whole + i_bh * NSEG + i_seg) + tl.load(whole + (part + i_bh) * NSEG + i_seg)
     for _ in tl.static_range(2):  # each half has blocks of its own
-        b_first = tl.load(flows + p_t * 8, mask=m_t, other=float("nan"))
+        b_first = tl.load(flows + p_t * 4, mask=m_t, other=float("nan"))
         m_known = b_first == b_first
-        for i in tl.static_range(1, 8):
-            b_first += tl.load(flows + p_t * 8 + i, mask=m_known, other=0.0)
+        for i in tl.static_range(1, 4):
+            b_first += tl.load(flows + p_t * 4 + i, mask=m_known, other=0.0)
         b_change = tl.load(changes + p_t - 1, mask=m_before, other=0.0)
         b_value = tl.where(m_known, b_first, b_change)
         _, b_sum = tl.associative_scan((m_known.to(tl.int32), b_value), 0, _since_known)
@@ -154,7 +154,7 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
         x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, anchors, adjoints,
         rows, keys.view(torch.int32), changes, flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
-        time, padded, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS, maxnreg=REGISTERS,
+        time, padded, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
     return keys, (rows, changes, flows, dprior)
 

@@ -1,22 +1,19 @@
 """One token of `hopper_gradients.py`, from the last to the first, and the sums that it leaves."""
 
-from .hopper_block import IDLE_AT, KEY_SUMS_AT, PRIORS_AT, ROW_SUMS_AT
+from .hopper_block import PRIORS_AT, ROW_SUMS_AT
 from .hopper_lanes import (
-    barrier,
     from_lane,
     gl,
     jit,
     load1,
-    load2,
     load4,
     pack,
     reciprocal,
     scaled,
     store1,
-    store2,
     store4,
+    store_global2_if,
     store_global4,
-    store_global4_bits,
     warp_barrier,
 )
 
@@ -55,53 +52,82 @@ def _row(M, I, E, J, C, B, S, dy, v, u, dq, sums):
 
 
 @jit
+def _place_of_row_sums(a_sums, lane):
+    """Of d v or d beta of four rows, which four lanes have parts of, the first part to load; addresses differ by 16."""
+    return a_sums + (lane // 8 * 512 + lane % 8 * 64 + lane % 8 // 2 * 16)
+
+
+@jit
+def _place_of_key_sums(a_sums, lane):
+    """Of dC or dB of four keys, which eight lanes have parts of, the first of four parts; lane ^ 8 has the others."""
+    q = lane // 4 % 2
+    return a_sums + (2048 + q * 576 + lane // 8 % 2 * 256 + lane % 4 * 16)
+
+
+@jit
+def _load_parts(a, distance: gl.constexpr):
+    """Four parts of four words, in an order without conflicts of banks."""
+    return load4(a), load4(a ^ distance), load4(a ^ (2 * distance)), load4(a ^ (3 * distance))
+
+
+@jit
 def _once_known(address, value, nothing):
     """The address, once the value is known: keeps loads from being scheduled all at once. `nothing` is zero."""
     return address | (value.to(gl.int32, bitcast=True) & nothing)
 
 
 @jit
-def _place_of_row_sums(a_sums, lane):
-    """Of d v or d beta of two rows, which four lanes have parts of, the first part to load; addresses differ by 16."""
-    return a_sums + ((lane >> 4) * 512 + ((lane >> 1) & 7) * 64 + ((lane >> 2) & 3) * 16 + (lane & 1) * 8)
+def _total(parts):
+    return add4(add4(parts[0], parts[1]), add4(parts[2], parts[3]))
 
 
 @jit
-def _place_of_key_sums(a_sums, lane):
-    """Of dC or dB of two keys, which eight lanes have parts of, the first of four parts; lane ^ 8 has the others."""
-    return a_sums + (1024 + (lane >> 4) * 512 + ((lane >> 3) & 1) * 320 + (lane & 7) * 8)
+def _put_key_sums(parts, pointer, present, lane):
+    """Four lanes have the same sum, and all of them store it."""
+    total = _total(parts)
+    other = lane ^ 8
+    total = (
+        total[0] + from_lane(total[0], other),
+        total[1] + from_lane(total[1], other),
+        total[2] + from_lane(total[2], other),
+        total[3] + from_lane(total[3], other),
+    )
+    store_global2_if(pointer, pack(total[0], total[1]), pack(total[2], total[3]), present)
 
 
 @jit
-def _sum_parts(a, distance: gl.constexpr):
-    """Sums of two words each of four parts, in an order without conflicts of banks."""
-    a0, b0 = load2(a)
-    a1, b1 = load2(a ^ distance)
-    a2, b2 = load2(a ^ (2 * distance))
-    a3, b3 = load2(a ^ (3 * distance))
-    return (a0 + a1) + (a2 + a3), (b0 + b1) + (b2 + b3)
+def _load_rows(a_rows):
+    """dy, v and u of four rows."""
+    return load4(a_rows), load4(a_rows + 256), load4(a_rows + 512)
 
 
 @jit
-def _put_row_sums(a_sums, base, t, warp, lane):
-    a, b = _sum_parts(a_sums, 16)
-    store2(base + ROW_SUMS_AT + t * 2048 + warp * 256 + lane * 8, a, b)
+def _half(M, I, E, J, C, B, S, dq, sums, rows, half: gl.constexpr):
+    """Rows 0 to 3 or 4 to 7 of a lane's eight."""
+    dy, v, u = rows
+    M_new = ()
+    I_new = ()
+    E_new = ()
+    J_new = ()
+    dv = ()
+    du = ()
+    for i in gl.static_range(4):
+        M_j, I_j, E_j, J_j, sums, dv_j, du_j = _row(
+            M[4 * half + i], I[4 * half + i], E[4 * half + i], J[4 * half + i], C, B, S, dy[i], v[i], u[i], dq, sums
+        )
+        M_new += (M_j,)
+        I_new += (I_j,)
+        E_new += (E_j,)
+        J_new += (J_j,)
+        dv += (dv_j,)
+        du += (du_j,)
+    return M_new, I_new, E_new, J_new, sums, dv, du
 
 
 @jit
-def _put_key_sums(a_sums, base, t, warp, lane):
-    """Each of two lanes has half of the parts of two keys' sums, and stores one key's."""
-    a, b = _sum_parts(a_sums, 64)
-    second = ((lane >> 3) & 1)
-    total = gl.where(second == 0, a, b) + from_lane(gl.where(second == 0, b, a), lane ^ 8)
-    place = (warp >> 2) * 512 + (lane >> 4) * 256 + (warp & 3) * 64 + (lane & 7) * 8 + second * 4
-    store1(base + KEY_SUMS_AT + t * 1024 + place, total)
-
-
-@jit
-def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, warp, lane, nothing):
+def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, nothing):
     """Token t. While it is worked on, what lanes left of token t + 1 is summed over the warp."""
-    a_sums = base + warp * 2048
+    a_sums = base + warp * 3072
     a_rows = a_rows + t * 768
     a_out = a_sums + lane * 16
     zero = (lane * 0).to(gl.float32)
@@ -109,24 +135,24 @@ def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, warp, lane, nothing):
     sums = (zeros, zeros, zeros, zero)
     warp_barrier()
     C = load4(a_keys + t * 768)
-    dy = load4(a_rows)
-    v = load4(a_rows + 256)
-    u = load4(a_rows + 512)
+    rows = _load_rows(a_rows)
     B = load4(a_keys + t * 768 + 64)
     S = load4(a_keys + t * 768 + 128)
     dq = load1(a_scales + 2048 + t * 4)
-    M0, I0, E0, J0, sums, dv0, du0 = _row(M[0], I[0], E[0], J[0], C, B, S, dy[0], v[0], u[0], dq, sums)
-    M1, I1, E1, J1, sums, dv1, du1 = _row(M[1], I[1], E[1], J[1], C, B, S, dy[1], v[1], u[1], dq, sums)
-    after = (t + 1) % 16  # of the block's first token it is the last one's place, which is written again
-    _put_row_sums(_once_known(_place_of_row_sums(a_sums, lane), J0[3], nothing), base, after, warp, lane)
-    _put_key_sums(_once_known(_place_of_key_sums(a_sums, lane), J1[3], nothing), base, after, warp, lane)
-    M2, I2, E2, J2, sums, dv2, du2 = _row(M[2], I[2], E[2], J[2], C, B, S, dy[2], v[2], u[2], dq, sums)
-    M3, I3, E3, J3, sums, dv3, du3 = _row(M[3], I[3], E[3], J[3], C, B, S, dy[3], v[3], u[3], dq, sums)
+    M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 0)
+    row_sums = _load_parts(_once_known(_place_of_row_sums(a_sums, lane), J0[2][0], nothing), 16)
+    key_sums = _load_parts(_once_known(_place_of_key_sums(a_sums, lane), J0[3][3], nothing), 64)
     warp_barrier()
-    store4(a_out, (dv0, dv1, dv2, dv3))
-    store4(a_out + 512, (du0, du1, du2, du3))
+    store4(base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, _total(row_sums))
+    store4(a_out, dv)
+    store4(a_out + 1024, du)
+    rows = _load_rows(a_rows + 16)
+    M1, I1, E1, J1, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 1)
+    _put_key_sums(key_sums, p_keys + (t + 1) * 64, lane * 0 + t < 15, lane)
+    store4(a_out + 512, dv)
+    store4(a_out + 1536, du)
     dC, dB, G, z = sums
-    store4(a_out + 1024, dC)
+    store4(a_out + 2048, dC)
     # G is that of -E_I
     dB = (
         dB[0] - (B[0] + B[0]) * G[0],
@@ -134,21 +160,18 @@ def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, warp, lane, nothing):
         dB[2] - (B[2] + B[2]) * G[2],
         dB[3] - (B[3] + B[3]) * G[3],
     )
-    store4(a_out + 1536, dB)
-    z = z + from_lane(z, lane ^ 1)
-    z = z + from_lane(z, lane ^ 2)
-    place = PRIORS_AT + t * 256 + warp * 32 + (lane >> 2) * 4
-    store1(base + gl.where((lane & 3) == 0, place, IDLE_AT + warp * 128 + lane * 4), z)
-    return (M0, M1, M2, M3), (I0, I1, I2, I3), (E0, E1, E2, E3), (J0, J1, J2, J3)
+    store4(a_out + 2560, dB)
+    store1(_once_known(base + PRIORS_AT + t * 512 + warp * 128 + lane * 4, z, nothing), z)
+    return M0 + M1, I0 + I1, E0 + E1, J0 + J1
 
 
 @jit
-def last_token(base, warp, lane):
+def last_token(base, p_keys, warp, lane):
     """What is left of token 0."""
     warp_barrier()
-    a_sums = base + warp * 2048
-    _put_row_sums(_place_of_row_sums(a_sums, lane), base, 0, warp, lane)
-    _put_key_sums(_place_of_key_sums(a_sums, lane), base, 0, warp, lane)
+    a_sums = base + warp * 3072
+    store4(base + ROW_SUMS_AT + warp * 512 + lane * 16, _total(_load_parts(_place_of_row_sums(a_sums, lane), 16)))
+    _put_key_sums(_load_parts(_place_of_key_sums(a_sums, lane), 64), p_keys, lane * 0 == 0, lane)
 
 
 @jit
@@ -160,58 +183,45 @@ def sum_of_warp(v, lane):
 
 
 @jit
-def _two_sums_of_warp(a, b, lane):
-    """Sums over the lanes of two values: the first for lanes 0 to 15, the second for the others."""
+def _four_sums_of_warp(a, b, c, d, lane):
+    """Sums over the lanes of four values: the first for lanes 0 to 7, the second for the next eight and so on."""
     upper = lane >= 16
-    v = gl.where(upper, b, a) + from_lane(gl.where(upper, a, b), lane ^ 16)
-    for i in gl.static_range(4):
+    a, b = (
+        gl.where(upper, c, a) + from_lane(gl.where(upper, a, c), lane ^ 16),
+        gl.where(upper, d, b) + from_lane(gl.where(upper, b, d), lane ^ 16),
+    )
+    odd = lane // 8 % 2 != 0
+    v = gl.where(odd, b, a) + from_lane(gl.where(odd, a, b), lane ^ 8)
+    for i in gl.static_range(3):
         v = v + from_lane(v, lane ^ (1 << i))
     return v
 
 
 @jit
-def _load_sums(base, a_rows, a_scales, t, lane):
-    """Of a token, parts of d v (lanes 0 to 15) or d beta of four rows, their v or u, 1 / c and parts of -Z_I."""
-    rows = ((lane >> 3) & 1) * 1024 + (lane >> 4) * 128 + (lane & 7) * 16
-    a = base + ROW_SUMS_AT + t * 2048 + rows
-    parts = (load4(a), load4(a + 256), load4(a + 512), load4(a + 768))
-    operand = load4(a_rows + 256 + t * 768 + lane * 16)
-    return parts, operand, load1(a_scales + 1024 + t * 4), load2(base + PRIORS_AT + t * 256 + lane * 8)
-
-
-@jit
-def add_up(base, a_rows, a_scales, tid, prior, p_rows, p_changes, p_keys, dB_to_dC, TP, dprior):
-    """Sums over warps, of two tokens by each: d v, d beta and the changes of d log alpha; returns dprior with -Z_I.
-
-    And of eight keys of a token by each thread, dC or dB.
-    """
-    warp = (tid >> 5)
-    lane = (tid & 31)
-    loaded = (
-        _load_sums(base, a_rows, a_scales, warp, lane),
-        _load_sums(base, a_rows, a_scales, warp + 8, lane),
-    )
-    barrier()  # the rows may be written anew
-    t = (tid >> 4)
-    q = ((tid >> 3) & 1)
-    a = base + KEY_SUMS_AT + t * 1024 + q * 256 + (tid & 7) * 32
-    first = add4(load4(a), load4(a + 512))
-    second = add4(load4(a + 16), load4(a + 528))
-    p = p_keys + (gl.where(q == 0, dB_to_dC, 0) + (t * 64 + (tid & 7) * 4))
-    store_global4_bits(
-        p, pack(first[0], first[1]), pack(first[2], first[3]), pack(second[0], second[1]), pack(second[2], second[3])
-    )
-    sign = gl.where(lane < 16, 1.0, -1.0)
+def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, dprior):
+    """Sums over warps, of four tokens by each: d v, d beta and the changes of d log alpha; returns dprior with -Z_I."""
+    s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
+    g = lane % 8
+    sign = gl.where(s < 2, 1.0, -1.0)
+    a_sums = base + ROW_SUMS_AT + warp * 2048 + lane * 16
+    a_rows = a_rows + 256 + warp * 768 + s // 2 * 256 + g * 32 + s % 2 * 16
+    a_scales = a_scales + 1024 + warp * 4
+    a_priors = base + PRIORS_AT + warp * 512 + lane * 16
+    loaded = ()
+    for i in gl.static_range(4):
+        a = a_sums + i * 8192
+        parts = (load4(a), load4(a + 512), load4(a + 1024), load4(a + 1536))
+        loaded += ((parts, load4(a_rows + i * 3072), load1(a_scales + i * 16), load4(a_priors + i * 2048)),)
     changes = ()
-    for i in gl.static_range(2):
+    for i in gl.static_range(4):
         parts, operand, r, z = loaded[i]
-        total = scaled(add4(add4(parts[0], parts[1]), add4(parts[2], parts[3])), sign)
-        z = r * (z[0] + z[1])
+        total = scaled(_total(parts), sign)
+        z = r * ((z[0] + z[1]) + (z[2] + z[3]))
         change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
         changes += (change - prior * z,)
-        p = p_rows + (((lane >> 4)).to(gl.int64) * 128 * TP + ((8 * i + warp) * 64 + (lane & 15) * 4))
+        p = p_rows + ((s // 2).to(gl.int64) * 128 * TP + ((4 * i + warp) * 64 + g * 8 + s % 2 * 4))
         store_global4(p, scaled(total, r))
         dprior = dprior + z
-    change = _two_sums_of_warp(changes[0], changes[1], lane)
-    gl.store(p_changes + ((lane >> 4) * 8 + warp), change, mask=(lane & 15) == 0)
+    change = _four_sums_of_warp(changes[0], changes[1], changes[2], changes[3], lane)
+    gl.store(p_changes + (4 * s + warp), change, mask=g == 0)
     return dprior
