@@ -72,7 +72,7 @@ def decays(data: Data, log_alpha):
 def check_spans(found, data: Data, before, after, magnitudes, alpha, prior) -> None:
     """Anchors, the states they are of by the exact loop, and that nothing outgrows what it must not."""
     scales, factors, parts, anchors = found
-    blocks, time = before.shape[2], alpha.shape[1]
+    blocks = before.shape[2]
     anchors = anchors.double()[:, :, :blocks].permute(0, 1, 2, 4, 3, 6, 5)  # of 16 keys, a thread's four lie four apart
     anchors = anchors.unflatten(-1, (-1, 4, 4)).transpose(-1, -2).reshape(before.shape)
     scales = scales.double()[:, :, : blocks * hopper_scan.BLOCK].unflatten(2, (blocks, -1))

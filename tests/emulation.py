@@ -8,9 +8,60 @@ from torch import Tensor
 
 from palimpsa_surgery.kernels.decay import decay_from_start, decay_within, document_numbers
 from palimpsa_surgery.kernels.hopper_scan import BACKWARD_SEGMENT
+from palimpsa_surgery.kernels.hopper_spans import GROWTH
 from scan_cases import Data, Gradients
 
 SUB_CHUNK = 16
+
+
+def find_spans(log_alpha: Tensor, written: Tensor, segment: int) -> list[list[Tensor]]:
+    """Where the Hopper kernels go back in time from, as `hopper_spans.find_spans` says; all `[b, h, t]`.
+
+    `written`: what tokens add to I at most, relative to the prior. Of each sub-chunk: its tokens' scales 1 / c
+    and by how much each has grown `[b, h, 16]`, whether a span ends with it, and whether it is in one at all `[b, h]`.
+    """
+    found: list[list[Tensor]] = []
+    log_end = grown = torch.zeros_like(log_alpha[..., 0])  # after the sub-chunk before
+    for start in range(0, log_alpha.shape[-1], SUB_CHUNK):
+        decay, added = log_alpha[..., start : start + SUB_CHUNK], written[..., start : start + SUB_CHUNK]
+        log_r = torch.cat((torch.zeros_like(decay[..., :1]), -decay[..., 1:].cumsum(-1)), -1)
+        own = (log_r.exp() * added).sum(-1)
+        in_span = log_r[..., -1].exp() + own <= GROWTH.value
+        goes_on = torch.zeros_like(in_span)
+        if start % segment:
+            log_first = log_end - decay[..., 0]
+            both = grown + log_first.exp() * own
+            goes_on = found[-1][3] & in_span & ((log_first + log_r[..., -1]).exp() + both <= GROWTH.value)
+            log_r = torch.where(goes_on[..., None], log_first[..., None] + log_r, log_r)
+            own = torch.where(goes_on, both, own)
+            found[-1][2] = found[-1][2] & ~goes_on
+        scales = log_r.exp()
+        before = torch.where(goes_on, found[-1][0][..., -1], scales[..., 0]) if found else scales[..., 0]
+        growth = scales - torch.cat((before[..., None], scales[..., :-1]), -1)
+        log_end, grown = log_r[..., -1], own
+        found.append([scales, growth, in_span, in_span])
+    return found
+
+
+def take_back(carried, exact, span, written, keys, prior) -> tuple[list[Tensor], list[Tensor]]:
+    """A sub-chunk's M and I `[b, h, t, p, n]` as float32 has them that takes back what each token wrote.
+
+    `carried`: M / c and I / c after the sub-chunk, unless a span ends with it; returned are those before it, too.
+    """
+    scales, growth, ends, in_span = span
+    states, before = [], []
+    for i, (state, what, key) in enumerate(zip(exact, written, keys, strict=True)):
+        fresh = (scales[..., -1, None, None] * state[:, :, -1]).float()
+        now = torch.where(ends[..., None, None], fresh, fresh if carried is None else carried[i])
+        found = []
+        for t in range(scales.shape[-1] - 1, -1, -1):
+            found.insert(0, now.double() / scales[..., t, None, None])
+            now = now - (what[:, :, t] * scales[..., t, None]).float()[..., None] * key[:, :, t, None].float()
+            if i == 1:
+                now = now - (prior * growth[..., t, None, None]).float()
+        states.append(torch.where(in_span[..., None, None, None], torch.stack(found, 2), state))
+        before.append(now)
+    return states, before
 
 
 def emulate(
@@ -23,8 +74,9 @@ def emulate(
 
     Args:
         dtype: type to round to; None rounds nothing, so that the result is the recurrence's own.
-        tuned: round what the Hopper kernels round: B² in the backward pass, dB and dC of each head, and what products
-            take that make the states at segments' starts and add what the adjoint after a segment causes.
+        tuned: round what the Hopper kernels round: B² in the backward pass, states by taking back what tokens wrote in
+            float32, dB and dC of each head, and what products take that make the states at segments' starts and add
+            what the adjoint after a segment causes.
         segment: tokens of such a segment, a multiple of a sub-chunk's.
 
     Returns:
@@ -111,13 +163,26 @@ def emulate(
             flow = (added * written).sum(-1)
             dlog[..., now] += flow.cumsum(-1) - flow + (keep * (after * first).sum((-1, -2)))[..., None]
 
-    for now, state in zip(reversed(spans), reversed(starts), strict=True):
+    log_kept = log_alpha.clone()
+    if documents is not None:
+        log_kept[..., 1:].masked_fill_(documents[..., 1:] != documents[..., :-1], -torch.inf)
+    most = beta.abs().amax(-1) * squares.amax(-1) / a["I_prior"][:, None]
+    back, taken = find_spans(log_kept, most, segment), None
+
+    for i_now, now, state in zip(range(len(spans) - 1, -1, -1), reversed(spans), reversed(starts), strict=True):
         if tuned and (now.stop == time or now.stop % segment == 0):
             late, E = E, [torch.zeros_like(M), torch.zeros_like(M)]
         D, start = decays(now)
         end = D[..., -1, :]
         all_M = states(value[:, :, now], B[:, :, now], D, start, state[0])
-        inverse = 1 / (prior + states(beta[:, :, now], r_tuned(squares)[:, :, now], D, start, state[1]))
+        all_I = prior + states(beta[:, :, now], r_tuned(squares)[:, :, now], D, start, state[1])
+        if tuned and dtype is not None:
+            written, keys = (value[:, :, now], beta[:, :, now]), (B[:, :, now], r(squares)[:, :, now])
+            at_segment_end = now.stop == time or now.stop % segment == 0
+            (all_M, all_I), taken = take_back(
+                None if at_segment_end else taken, (all_M, all_I), back[i_now], written, keys, prior[..., 0]
+            )
+        inverse = 1 / all_I
         mean, query = all_M * inverse, C[:, :, now]
         Z = dy[:, :, now, :, None] * query[..., None, :] * inverse
         Z_I = -Z * mean - dvar[:, :, now, :, None] * (query[..., None, :] * inverse).square()

@@ -9,6 +9,7 @@ from palimpsa_surgery.kernels import (
     hopper_lanes,
     hopper_read_out,
     hopper_scan,
+    hopper_spans,
     triton_conv,
     triton_norm,
     triton_scan,
@@ -162,10 +163,16 @@ def test_norm_compiles_without_a_gpu(gated, capability):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
     types = dict.fromkeys(("dt", "A", "rows", "decay", "states", "adjoints", "dB", "dvx", "w"), "*fp32")
-    types |= dict.fromkeys(("x", "beta", "B", "starts", "dx", "dbeta"), "*bf16")
-    types |= {"flow": "*fp32", "whole": "*fp32", "doc": "*i32" if packed else "*fp32"}
-    constants = {"P": 64, "N": 128, "HAS_DOC": packed, "DOT": tl.bfloat16, "PRECISION": "tf32"}
-    compile_for(90, hopper_carry.sub_chunk_starts, types, constants | {"BP": hopper_scan.START_ROWS}, 2)
+    types |= dict.fromkeys(("prior", "written", "scales", "factors", "anchors", "flow", "whole"), "*fp32")
+    types |= dict.fromkeys(("x", "beta", "B", "dx", "dbeta"), "*bf16")
+    types |= {"parts": "*i32", "doc": "*i32" if packed else "*fp32"}
+    sizes = {"P": 64, "N": 128}
+    compile_for(90, hopper_spans.largest_written, types, sizes | {"BT": hopper_scan.WRITTEN_TOKENS}, 4)
+    constants = {"S": hopper_scan.BACKWARD_SEGMENT, "HAS_DOC": packed}
+    compile_for(90, hopper_spans.find_spans, types, constants, 1)
+    sizes |= {"DOT": tl.bfloat16, "PRECISION": "tf32"}
+    compile_for(90, hopper_spans.anchor_states, types, sizes | {"BP": hopper_scan.ANCHOR_ROWS}, 2)
+    constants = sizes | {"HAS_DOC": packed}
     constants |= {"S": hopper_scan.BACKWARD_SEGMENT, "BT": hopper_scan.CARRY_TOKENS}
     compile_for(90, hopper_carry.carry_rows, types, constants, 4)
     del constants["HAS_DOC"]
@@ -178,10 +185,11 @@ def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_hopper_kernels_compile_without_a_gpu(packed):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
-    types = dict.fromkeys(("x", "beta", "B", "C", "dy", "starts", "keys", "y"), "*i32")
+    types = dict.fromkeys(("x", "beta", "B", "C", "dy", "keys", "y", "parts"), "*i32")
     types |= dict.fromkeys(
         ("dt", "A", "prior", "skip", "states", "adjoints", "rows", "changes", "flows", "dprior"), "*fp32"
     )
+    types |= dict.fromkeys(("scales", "factors", "anchors"), "*fp32")
     types["doc"] = "*i32" if packed else "*fp32"
     constants = {"HAS_DOC": packed}
     compile_for(90, hopper_gradients.segment_gradients, types, constants, hopper_gradients.NUM_WARPS, source)

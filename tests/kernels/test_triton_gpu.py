@@ -93,7 +93,8 @@ def compare(case: Case, exact=scan_in_pieces, cancelling: bool = True, **options
     expected = differentiate_exactly(exact, data, case.variance, **options)
     actual = run(data, case.variance)
     x, beta, B = (data.arguments[name] for name in ("x", "beta", "B"))
-    tuned = triton_scan.USE_TUNED and not case.variance and tuned_fits(x, x if beta is None else beta, B)
+    beta = triton_scan._zeros_like_rows(x) if beta is None else beta
+    tuned = triton_scan.USE_TUNED and not case.variance and tuned_fits(x, beta, B)
     emulated = add_skip(emulate(data, case.variance, bf16, tuned), data) if case.dtype is bf16 else None
     found = {}
     for name, value in expected.items():

@@ -1,4 +1,7 @@
-"""What the 16 tokens of a block bring to `hopper_gradients.py`: where it lies in shared memory, how it gets there."""
+"""What the 16 tokens of a block bring to `hopper_gradients.py`: where it lies in shared memory, how it gets there.
+
+Shifts and masks stand for divisions: of a number that is not known to be positive, one takes five instructions.
+"""
 
 from .hopper_lanes import (
     barrier,
@@ -25,7 +28,7 @@ from .hopper_lanes import (
 ROW_SUMS_AT = gl.constexpr(12288)
 PRIORS_AT = gl.constexpr(47104)
 # Operands: rows of this block and of the next [2, 16, (dy, v, u), 64], keys [16, 4 warps, (C, B, B²), 16], and x and
-# beta in pairs of tokens, as first operands of products lie [2, 4, 8, 4, 4], of a block that outgrows its start.
+# beta in pairs of tokens, as first operands of products lie [2, 4, 8, 4, 4], of a block in parts.
 ROWS_AT = gl.constexpr(55296)
 KEYS_AT = gl.constexpr(79872)
 PAIRS_AT = gl.constexpr(92160)
@@ -42,17 +45,17 @@ MOST_TOKENS = 256  # of a segment
 def copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps):
     """Begin to copy what 16 tokens bring: two tokens' four rows, and eight keys of one, a thread."""
     a = base + RAW_AT + tid * 16
-    t0 = gl.minimum(start + tid // 16 * 2, steps - 1)
-    t1 = gl.minimum(start + tid // 16 * 2 + 1, steps - 1)
-    o = tid % 16 * 2
+    t0 = gl.minimum(start + (tid >> 4) * 2, steps - 1)
+    t1 = gl.minimum(start + (tid >> 4) * 2 + 1, steps - 1)
+    o = (tid & 15) * 2
     copy_async(a, p_x + (t0 * x_t + o), 8)
     copy_async(a + 8, p_x + (t1 * x_t + o), 8)
     copy_async(a + 2048, p_beta + (t0 * beta_t + o), 8)
     copy_async(a + 2056, p_beta + (t1 * beta_t + o), 8)
     copy_async(a + 4096, p_dy + (t0 * dy_t + o), 8)
     copy_async(a + 4104, p_dy + (t1 * dy_t + o), 8)
-    t0 = gl.minimum(start + tid // 8, steps - 1)
-    o = tid % 8 * 4
+    t0 = gl.minimum(start + (tid >> 3), steps - 1)
+    o = (tid & 7) * 4
     copy_async(a + 6144, p_B + (t0 * B_t + o), 16)
     copy_async(a + 8192, p_C + (t0 * C_t + o), 16)
 
@@ -85,8 +88,8 @@ def _unless_past(raw, t, steps):
 @jit
 def _put_scaled(a_rows, a_scales, tid, x, u):
     """v and u of 16 tokens, from x and beta as `copy_block` brings them."""
-    pair = tid // 16 * 2
-    a = a_rows + pair * 768 + tid % 16 * 16
+    pair = (tid >> 4) * 2
+    a = a_rows + pair * 768 + (tid & 15) * 16
     a_pair = a_scales + pair * 4
     _put_rows(a + 256, x, load1(a_pair), load1(a_pair + 4))
     _put_rows(a + 512, u, load1(a_pair + 1024), load1(a_pair + 1028))
@@ -124,7 +127,7 @@ def _squares(a, b):
 def put_keys(base, tid):
     """C, B and B² of 16 tokens."""
     a = base + RAW_AT + tid * 16
-    a_keys = base + KEYS_AT + tid // 8 * 768 + tid % 8 // 2 * 192 + tid % 2 * 32
+    a_keys = base + KEYS_AT + (tid >> 3) * 768 + ((tid & 7) >> 1) * 192 + (tid & 1) * 32
     b = load4_bits(a + 6144)
     _put_eight(a_keys, load4_bits(a + 8192))
     _put_eight(a_keys + 64, b)
@@ -134,7 +137,7 @@ def put_keys(base, tid):
 
 @jit
 def _place_of_pairs(base, tid):
-    return base + PAIRS_AT + tid // 16 % 4 * 512 + tid % 16 * 32 + tid // 64 * 8
+    return base + PAIRS_AT + ((tid >> 4) & 3) * 512 + (tid & 15) * 32 + (tid >> 6) * 8
 
 
 @jit
@@ -142,12 +145,12 @@ def put_rows(base, a_rows, a_scales, tid, left):
     """dy, v and u of 16 tokens, of which the first `left` are the sequence's, as the thread has copied them."""
     wait_async(tid * 0)
     a = base + RAW_AT + tid * 16
-    pair = tid // 16 * 2
+    pair = (tid >> 4) * 2
     x = _unless_past(load4_bits(a), pair, left)
     u = _unless_past(load4_bits(a + 2048), pair, left)
     dy = _unless_past(load4_bits(a + 4096), pair, left)
     one = (tid * 0).to(gl.float32) + 1.0
-    _put_rows(a_rows + pair * 768 + tid % 16 * 16, dy, one, one)
+    _put_rows(a_rows + pair * 768 + (tid & 15) * 16, dy, one, one)
     _put_scaled(a_rows, a_scales, tid, x, u)
 
 
@@ -188,8 +191,8 @@ def decays(p_dt, p_doc, dt_t, A, start, steps, before, t, HAS_DOC: gl.constexpr)
 @jit
 def put_parts(base, a_scales, alpha, dt, parts, prior, tid):
     """The block's scales within parts that begin with the tokens whose bits are set; returns 1 / c."""
-    t = tid % 16
-    lane = tid % 32
+    t = tid & 15
+    lane = tid & 31
     first = ((parts >> t) & 1) != 0
     kept = gl.where(first, 1.0, alpha)
     for k in gl.static_range(4):
@@ -229,10 +232,10 @@ def scales_of(alpha, dt, r, t, first, last, lane, c):
 @jit
 def put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, tid):
     """x and beta in pairs of tokens, for products."""
-    pair = tid // 16 * 2
+    pair = (tid >> 4) * 2
     t0 = gl.minimum(start + pair, steps - 1)
     t1 = gl.minimum(start + pair + 1, steps - 1)
-    o = tid % 16 * 2
+    o = (tid & 15) * 2
     a = _place_of_pairs(base, tid)
     _put_pairs(a, _unless_past(_two_tokens(p_x + o, t0 * x_t, t1 * x_t), pair, steps - start))
     _put_pairs(a + 2048, _unless_past(_two_tokens(p_beta + o, t0 * beta_t, t1 * beta_t), pair, steps - start))

@@ -1,8 +1,8 @@
 """The gradients that a segment's own tokens cause (step 5 of `triton_scan.py`'s backward pass) for Hopper.
 
-Time runs backwards through blocks of 16 tokens. A block begins from its state after the last of them, which products
-make from the state before the first. With c the product of the decays since the block's first token, M / c and I / c do
-not decay, so a token that is done takes back what it wrote,
+Time runs backwards through blocks of 16 tokens, from the states at the ends of spans (`hopper_spans.py`). With c the
+product of the decays since a span's first token, M / c and I / c do not decay, so a token that is done takes back what
+it wrote,
 
     M / c -= v B        I / c -= u B² + dq        with v = dt x / c, u = beta / c, dq by how much I_prior / c has grown
 
@@ -10,13 +10,11 @@ and adds C dy (c / I) to c E and -C dy (c / I) (M / I) to c E_I, which do not de
 element is moved: a lane has eight value rows and four keys of M, I, E and E_I, and leaves its sums over them in shared
 memory (`hopper_token.py`); what a block's tokens bring lies there too (`hopper_block.py`).
 
-Where I has outgrown its start, or c has fallen, by more than `GROWTH`, float32 would not give the start back. Then four
-tokens are a block, or one, and the state after each is made from the start of the 16. (M divides nothing, and may
-outgrow its start 10^5-fold until the tokens before err by 3e-4.)
+A block that is no span goes in parts, each from a state that products make of the one before the block.
 
-The gradient of log alpha at a block's first token is what flows through there, E · alpha M + E_I · alpha Ibar; from a
-token to the next it grows by v · dv + u · dbeta, less what the prior receives. (It would be zero after the segment, but
-states at the starts are rounded, and what is missed there would stay where little is left of larger numbers.)
+The gradient of log alpha at a span's or a part's first token is what flows through there, E · alpha M + E_I · alpha
+Ibar; from a token to the next it grows by v · dv + u · dbeta, less what the prior receives. (It is zero after the
+segment, but summed up from there, what rounding misses would stay where little is left of larger numbers.)
 """
 
 from .hopper_block import (
@@ -153,21 +151,21 @@ def _parts(block):
 def _of_lane(anchors, zero):
     """A lane's own part of an anchor."""
     tid = thread_anew(zero)
-    return anchors + (tid % 32 // 4 * 2048 + tid // 32 * 128 + tid % 4 * 8)
+    return anchors + (((tid & 31) >> 2) * 2048 + (tid >> 5) * 128 + (tid & 3) * 8)
 
 
 @jit
-def _state(M, I, pointer, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
-    """M and I after a token: `kept` of what the pointer has, and what was written since.
+def _state(M, I, one, pointer, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
+    """M and I after a token, in place of others: `kept` of what the pointer has, and what was written since.
 
     `prior` and `prior_end`: I_prior / c of the block's first token and of this one.
     """
-    old = _load_state(pointer, M, kept.to(gl.int32) * 0 + 1)
+    old = _load_state(pointer, M, one)
     tiles = _written(a_pairs, a_keys, v_scales)
     M = ()
     for j in gl.static_range(8):
         M += (add4(scaled(old[j], kept), _from_tiles(tiles, j)),)
-    old = _load_state(pointer + 1024, I, kept.to(gl.int32) * 0 + 1)
+    old = _load_state(pointer + 1024, I, one)
     tiles = _written(a_pairs + 2048, a_keys + 64, u_scales)
     grown = prior_end - prior
     I = ()
@@ -223,10 +221,10 @@ def segment_gradients(
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared = gl.allocate_shared_memory(gl.float32, [WORDS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tid = gl.arange(0, 128, layout=L)
-    lane = tid % 32
-    warp = tid // 32
-    g = lane // 4
-    c = lane % 4
+    lane = tid & 31
+    warp = tid >> 5
+    g = lane >> 2
+    c = lane & 3
     zero_int = tid * 0
     zero = zero_int.to(gl.float32)
     shared.index(0).store(zero)  # what is not used is not allocated; this waits for all threads
@@ -255,7 +253,7 @@ def segment_gradients(
     p_parts = parts + chunk
     # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     o_key = warp * 16 + c * 4
-    p_outs = p_keys + (gl.where(lane // 4 % 2 == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
+    p_outs = p_keys + (gl.where(((lane >> 2) & 1) == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
     p_anchors = anchors + (chunk * (2 * P * N) + half * 512)
     a_keys = base + KEYS_AT + warp * 192 + c * 16
 
@@ -284,10 +282,10 @@ def segment_gradients(
         previous = gl.maximum(start - 16, 0)
         a_scales = base + SCALES_AT + start * 4
         a_rows = base + ROWS_AT + i_block % 2 * 12288
-        a_spans = base + SPANS_AT + start // 4
+        a_spans = base + SPANS_AT + (start >> 2)
         tid = thread_anew(zero_int)  # each warp its own, which it may write again
-        gl.store(p_flows + ((start + tid % 16) * 4 + tid // 32), zero + float("nan"), mask=tid % 32 < 16)
-        b_parts = _parts(start // 16)
+        gl.store(p_flows + ((start + (tid & 15)) * 4 + (tid >> 5)), zero + float("nan"), mask=(tid & 31) < 16)
+        b_parts = _parts(start >> 4)
         whole = gl.where(b_parts > 1, 0, 1)
         # the last block of a span
         for _ in range(whole * b_parts):
@@ -299,16 +297,16 @@ def segment_gradients(
                 M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales,
                 p_outs + start * (N // 2), warp, lane, nothing,
             )  # fmt: skip
-        # or a block that outgrows its start, in parts
+        # or a block that is no span, in parts
         for _ in range(1 - whole):
             tid = thread_anew(zero_int)
-            t = tid % 16
-            lane = tid % 32
-            warp = tid // 32
-            g = lane // 4
-            c = lane % 4
+            t = tid & 15
+            lane = tid & 31
+            warp = tid >> 5
+            g = lane >> 2
+            c = lane & 3
             a_pairs = base + PAIRS_AT + c * 512 + g * 64
-            k_g = g // 2 * 4 + g % 2  # of a tile's column g; two keys further, the other tile's
+            k_g = (g >> 1) * 4 + (g & 1)  # of a tile's column g; two keys further, the other tile's
             a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
             p_doc = doc + (b * T + t0)
             before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
@@ -322,7 +320,7 @@ def segment_gradients(
                 v_scales, u_scales, kept = scales_of(alpha, d, r, t, first, last, lane, c)
                 r_end = from_lane(r, zero_int + last)
                 M, I = _state(
-                    M, I, _of_lane(p_anchors + start // 16 * (2 * P * N), zero_int),
+                    M, I, zero_int + 1, _of_lane(p_anchors + (start >> 4) * (2 * P * N), zero_int),
                     a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end,
                 )  # fmt: skip
                 factor = gl.where(zero_int + i_block == 0, 0.0, load1(a_spans + 4))
@@ -339,12 +337,12 @@ def segment_gradients(
                 gl.store(p_flows + ((start + first) * 4 + warp), flow, mask=lane == 0)
                 last = first - 1
         # the first block of a span
-        begins = (start == 0) | (_parts(start // 16 - 1) > 0)
-        for _ in range(gl.where(begins & (_parts(start // 16) <= 1), 1, 0)):
+        begins = (start == 0) | (_parts((start >> 4) - 1) > 0)
+        for _ in range(gl.where(begins & (_parts(start >> 4) <= 1), 1, 0)):
             flow = _flow(M, I, E, J, b_prior + zero, load1(a_spans), lane)
             gl.store(p_flows + (start * 4 + warp), flow, mask=lane == 0)
-        ends = gl.where((start > 0) & (_parts(start // 16 - 1) == 1), 1, 0) + zero_int
-        p_anchor = _of_lane(p_anchors + previous // 16 * (2 * P * N), zero_int)
+        ends = gl.where((start > 0) & (_parts((start >> 4) - 1) == 1), 1, 0) + zero_int
+        p_anchor = _of_lane(p_anchors + (previous >> 4) * (2 * P * N), zero_int)
         M = _load_state(p_anchor, M, ends)
         I = _load_state(p_anchor + 8 * N, I, ends)
         tid = thread_anew(zero_int)
@@ -354,7 +352,7 @@ def segment_gradients(
         barrier()
         tid = thread_anew(zero_int)
         dprior_sum = add_up(
-            base, a_rows, a_scales, tid // 32, tid % 32, b_prior, p_rows + start * P, p_changes + start, TP, dprior_sum
+            base, a_rows, a_scales, tid >> 5, tid & 31, b_prior, p_rows + start * P, p_changes + start, TP, dprior_sum
         )
         put_keys(base, tid)
         before_that = gl.maximum(start - 32, 0)

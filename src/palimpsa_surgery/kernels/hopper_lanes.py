@@ -184,7 +184,9 @@ def uniform(v):
 
     Shuffles in a loop that depends on a number of which it does not know that are slow.
     """
-    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [v], gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [v], gl.int32, is_pure=False, pack=1
+    )
 
 
 @jit

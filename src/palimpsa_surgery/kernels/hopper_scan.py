@@ -23,7 +23,10 @@ from .triton_jit import jit, tl, triton
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 BACKWARD_SEGMENT = MOST_TOKENS  # tokens a segment in the backward pass
 BLOCK = 16  # tokens
-ANCHOR_ROWS = 16  # value rows of a program of `anchor_states`
+# Tokens of a program of `largest_written`, and value rows of one of `anchor_states`: 2.1 ms, with 32 the same, with 4
+# warps 2.6, with loads two steps ahead instead of three 2.5
+WRITTEN_TOKENS = 32
+ANCHOR_ROWS = 16
 # Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 3.2 with 32, 2.9 with 128) and of one of `carry_keys`,
 # and its keys (0.84 ms; 1.10 with 32 tokens, 0.93 with 128)
 CARRY_TOKENS = 64
@@ -129,9 +132,9 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     factors = x.new_empty(batch, heads, blocks, dtype=torch.float32)
     parts = x.new_empty(batch, heads, blocks, dtype=torch.int32)
     written = x.new_empty(batch, heads, padded, dtype=torch.float32)
-    largest_written[(triton.cdiv(time, 32), batch)](
+    largest_written[(triton.cdiv(time, WRITTEN_TOKENS), batch)](
         beta, B, written, *beta.stride()[:3], *B.stride()[:2], time, padded, heads,
-        BT=32, P=head_dim, N=state_size, num_warps=4,
+        BT=WRITTEN_TOKENS, P=head_dim, N=state_size, num_warps=4,
     )  # fmt: skip
     find_spans[(segments, batch * heads)](
         dt, written, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,

@@ -7,13 +7,13 @@ blocks of 16 tokens as there are in which I / c, by a bound, grows by no more th
 
 (M divides nothing, and may outgrow its start 10^5-fold until the tokens before err by 3e-4.) The state after a span is
 an anchor: float32, and made of the products in float32 that going back takes away again, or what is left would be what
-they differ by. A block that grows more by itself is no span: it is cut into parts, within which nothing outgrows its start
-either, and its anchor is the state before it.
+they differ by. A block that grows more by itself is no span: it is cut into parts, within which nothing outgrows its
+start either, and its anchor is the state before it.
 """
 
 from .triton_jit import jit, tl
 
-GROWTH = tl.constexpr(4096.0)
+GROWTH = tl.constexpr(2048.0)
 
 
 @jit
@@ -118,11 +118,14 @@ def _three_parts(v, DOT: tl.constexpr):
 
 @jit
 def _add_product(keys, written, total, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """total + keys written; the keys are of the operands' type, what is written is not rounded."""
+    """total + keys written; the keys are of the operands' type, what is written is not rounded.
+
+    Tensor cores cut their sums off, so the total is none of them.
+    """
     first, second, third = _three_parts(written, DOT)
-    total = tl.dot(keys, third, acc=total, input_precision=PRECISION)
-    total = tl.dot(keys, second, acc=total, input_precision=PRECISION)
-    return tl.dot(keys, first, acc=total, input_precision=PRECISION)
+    added = tl.dot(keys, third, input_precision=PRECISION)
+    added = tl.dot(keys, second, acc=added, input_precision=PRECISION)
+    return total + tl.dot(keys, first, acc=added, input_precision=PRECISION)
 
 
 @jit

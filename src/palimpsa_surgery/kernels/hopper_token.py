@@ -54,14 +54,14 @@ def _row(M, I, E, J, C, B, S, dy, v, u, dq, sums):
 @jit
 def _place_of_row_sums(a_sums, lane):
     """Of d v or d beta of four rows, which four lanes have parts of, the first part to load; addresses differ by 16."""
-    return a_sums + (lane // 8 * 512 + lane % 8 * 64 + lane % 8 // 2 * 16)
+    return a_sums + ((lane >> 3) * 512 + (lane & 7) * 64 + ((lane & 7) >> 1) * 16)
 
 
 @jit
 def _place_of_key_sums(a_sums, lane):
     """Of dC or dB of four keys, which eight lanes have parts of, the first of four parts; lane ^ 8 has the others."""
-    q = lane // 4 % 2
-    return a_sums + (2048 + q * 576 + lane // 8 % 2 * 256 + lane % 4 * 16)
+    q = (lane >> 2) & 1
+    return a_sums + (2048 + q * 576 + ((lane >> 3) & 1) * 256 + (lane & 3) * 16)
 
 
 @jit
@@ -190,7 +190,7 @@ def _four_sums_of_warp(a, b, c, d, lane):
         gl.where(upper, c, a) + from_lane(gl.where(upper, a, c), lane ^ 16),
         gl.where(upper, d, b) + from_lane(gl.where(upper, b, d), lane ^ 16),
     )
-    odd = lane // 8 % 2 != 0
+    odd = ((lane >> 3) & 1) != 0
     v = gl.where(odd, b, a) + from_lane(gl.where(odd, a, b), lane ^ 8)
     for i in gl.static_range(3):
         v = v + from_lane(v, lane ^ (1 << i))
@@ -200,11 +200,11 @@ def _four_sums_of_warp(a, b, c, d, lane):
 @jit
 def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, dprior):
     """Sums over warps, of four tokens by each: d v, d beta and the changes of d log alpha; returns dprior with -Z_I."""
-    s = lane // 8  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
-    g = lane % 8
+    s = lane >> 3  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
+    g = lane & 7
     sign = gl.where(s < 2, 1.0, -1.0)
     a_sums = base + ROW_SUMS_AT + warp * 2048 + lane * 16
-    a_rows = a_rows + 256 + warp * 768 + s // 2 * 256 + g * 32 + s % 2 * 16
+    a_rows = a_rows + 256 + warp * 768 + (s >> 1) * 256 + g * 32 + (s & 1) * 16
     a_scales = a_scales + 1024 + warp * 4
     a_priors = base + PRIORS_AT + warp * 512 + lane * 16
     loaded = ()
@@ -219,7 +219,7 @@ def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, dpr
         z = r * ((z[0] + z[1]) + (z[2] + z[3]))
         change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
         changes += (change - prior * z,)
-        p = p_rows + ((s // 2).to(gl.int64) * 128 * TP + ((4 * i + warp) * 64 + g * 8 + s % 2 * 4))
+        p = p_rows + ((s >> 1).to(gl.int64) * 128 * TP + ((4 * i + warp) * 64 + g * 8 + (s & 1) * 4))
         store_global4(p, scaled(total, r))
         dprior = dprior + z
     change = _four_sums_of_warp(changes[0], changes[1], changes[2], changes[3], lane)
