@@ -195,7 +195,7 @@ class Machine:
             "load_global4": self._load_global4,
             "load_global4_if": self._load_global4_if,
             "store_global4": self._store_global4,
-            "store_global2_if": self._store_global2_if,
+            "store_global2": self._store_global2,
             "warp_barrier": lambda: self.shared.warp_barrier(),
             "wait_async": lambda zero: self.shared.wait(),
             "reciprocal": lambda x: register(np.float32(1) / x),
@@ -283,10 +283,10 @@ class Machine:
         for i, value in enumerate(values):
             self._store(address + i, value)
 
-    def _store_global2_if(self, address: Pointer, a, b, condition):
+    def _store_global2(self, address: Pointer, a, b):
         assert (np.asarray(address.offset) % 2 == 0).all()
-        self._store(address, a, condition)
-        self._store(address + 1, b, condition)
+        self._store(address, a)
+        self._store(address + 1, b)
 
     def _mma(self, a, b, acc):
         depth = 8 * len(b)

@@ -22,22 +22,24 @@ from .hopper_lanes import (
     wait_async,
 )
 
-# Shared memory of 128 threads, in bytes. First a token's sums over a lane's elements [4 warps, 6, 32 lanes, 4]: d v of
-# rows 0 to 3 and 4 to 7, d beta, dC and dB. Then those of d v and d beta over a warp's keys [17 tokens, 4, 32, 4], and
-# of -Z_I over a lane's elements [16, 128].
-ROW_SUMS_AT = gl.constexpr(12288)
-PRIORS_AT = gl.constexpr(47104)
+# Shared memory of 128 threads, in bytes. First of each of the four warps a token's sums over a lane's elements: d v of
+# rows 0 to 3 and 4 to 7 and d beta [4 c, 4, 8 g, 4, and two for the banks], dC and dB [8 g, 2, 4 c, 4, and four]. Then
+# those of d v and d beta over a warp's keys [16 tokens, 4, 32, 4], and of -Z_I over a lane's elements [16, 128].
+KEY_PARTS_AT = gl.constexpr(2176)
+TOKEN_SUMS = gl.constexpr(3712)
+ROW_SUMS_AT = gl.constexpr(14848)
+PRIORS_AT = gl.constexpr(47616)
 # Operands: rows of this block and of the next [2, 16, (dy, v, u), 64], keys [16, 4 warps, (C, B, B²), 16], and x and
 # beta in pairs of tokens, as first operands of products lie [2, 4, 8, 4, 4], of a block in parts.
-ROWS_AT = gl.constexpr(55296)
-KEYS_AT = gl.constexpr(79872)
-PAIRS_AT = gl.constexpr(92160)
+ROWS_AT = gl.constexpr(55808)
+KEYS_AT = gl.constexpr(80384)
+PAIRS_AT = gl.constexpr(92672)
 # x, beta, dy, B and C as they were copied, in the order in which threads take them [5, 128, 4 words]
-RAW_AT = gl.constexpr(96256)
-IDLE_AT = gl.constexpr(106496)  # a word for each thread
-SCALES_AT = gl.constexpr(107008)  # of all the segment's tokens [256]: dt / c, 1 / c and dq
-SPANS_AT = gl.constexpr(110080)  # of its blocks [16]: factors and parts
-WORDS = gl.constexpr(216)  # rows of 128 words
+RAW_AT = gl.constexpr(96768)
+IDLE_AT = gl.constexpr(107008)  # a word for each thread
+SCALES_AT = gl.constexpr(107520)  # of all the segment's tokens [256]: dt / c, 1 / c and dq
+SPANS_AT = gl.constexpr(110592)  # of its blocks [16]: factors and parts
+WORDS = gl.constexpr(217)  # rows of 128 words
 MOST_TOKENS = 256  # of a segment
 
 

@@ -142,11 +142,11 @@ def store_global4(pointer, v):
 
 
 @jit
-def store_global2_if(pointer, a, b, condition):
-    """Two words to global memory, by the threads for which the condition holds."""
+def store_global2(pointer, a, b):
+    """Two words to global memory."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.b32 [$1], {$2, $3}; mov.u32 $0, 0; }",
-        "=r,l,r,r,r", [pointer.to(gl.int64), a, b, condition.to(gl.int32)], gl.int32, is_pure=False, pack=1,
+        "st.global.v2.b32 [$1], {$2, $3}; mov.u32 $0, 0;", "=r,l,r,r", [pointer.to(gl.int64), a, b], gl.int32,
+        is_pure=False, pack=1,
     )  # fmt: skip
 
 

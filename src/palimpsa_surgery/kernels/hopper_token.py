@@ -1,6 +1,6 @@
 """One token of `hopper_gradients.py`, from the last to the first, and the sums that it leaves."""
 
-from .hopper_block import PRIORS_AT, ROW_SUMS_AT
+from .hopper_block import KEY_PARTS_AT, PRIORS_AT, ROW_SUMS_AT, TOKEN_SUMS
 from .hopper_lanes import (
     from_lane,
     gl,
@@ -12,7 +12,7 @@ from .hopper_lanes import (
     scaled,
     store1,
     store4,
-    store_global2_if,
+    store_global2,
     store_global4,
     warp_barrier,
 )
@@ -52,22 +52,15 @@ def _row(M, I, E, J, C, B, S, dy, v, u, dq, sums):
 
 
 @jit
-def _place_of_row_sums(a_sums, lane):
-    """Of d v or d beta of four rows, which four lanes have parts of, the first part to load; addresses differ by 16."""
-    return a_sums + ((lane >> 3) * 512 + (lane & 7) * 64 + ((lane & 7) >> 1) * 16)
-
-
-@jit
 def _place_of_key_sums(a_sums, lane):
     """Of dC or dB of four keys, which eight lanes have parts of, the first of four parts; lane ^ 8 has the others."""
-    q = (lane >> 2) & 1
-    return a_sums + (2048 + q * 576 + ((lane >> 3) & 1) * 256 + (lane & 3) * 16)
+    return a_sums + (KEY_PARTS_AT + ((lane >> 3) & 1) * 768 + (lane & 7) * 16)
 
 
 @jit
 def _load_parts(a, distance: gl.constexpr):
-    """Four parts of four words, in an order without conflicts of banks."""
-    return load4(a), load4(a ^ distance), load4(a ^ (2 * distance)), load4(a ^ (3 * distance))
+    """Four parts of four words."""
+    return load4(a), load4(a + distance), load4(a + 2 * distance), load4(a + 3 * distance)
 
 
 @jit
@@ -82,7 +75,7 @@ def _total(parts):
 
 
 @jit
-def _put_key_sums(parts, pointer, present, lane):
+def _put_key_sums(parts, pointer, lane):
     """Four lanes have the same sum, and all of them store it."""
     total = _total(parts)
     other = lane ^ 8
@@ -92,7 +85,7 @@ def _put_key_sums(parts, pointer, present, lane):
         total[2] + from_lane(total[2], other),
         total[3] + from_lane(total[3], other),
     )
-    store_global2_if(pointer, pack(total[0], total[1]), pack(total[2], total[3]), present)
+    store_global2(pointer, pack(total[0], total[1]), pack(total[2], total[3]))
 
 
 @jit
@@ -127,9 +120,11 @@ def _half(M, I, E, J, C, B, S, dq, sums, rows, half: gl.constexpr):
 @jit
 def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, nothing):
     """Token t. While it is worked on, what lanes left of token t + 1 is summed over the warp."""
-    a_sums = base + warp * 3072
+    a_sums = base + warp * TOKEN_SUMS
     a_rows = a_rows + t * 768
-    a_out = a_sums + lane * 16
+    a_out = a_sums + ((lane & 3) * 544 + (lane >> 2) * 16)
+    a_keys_out = a_sums + (KEY_PARTS_AT + (lane >> 2) * 192 + (lane & 3) * 16)
+    after = (t + 1) & 15  # of the block's last token, the first one's place, which is written again
     zero = (lane * 0).to(gl.float32)
     zeros = (zero, zero, zero, zero)
     sums = (zeros, zeros, zeros, zero)
@@ -140,19 +135,19 @@ def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, not
     S = load4(a_keys + t * 768 + 128)
     dq = load1(a_scales + 2048 + t * 4)
     M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 0)
-    row_sums = _load_parts(_once_known(_place_of_row_sums(a_sums, lane), J0[2][0], nothing), 16)
-    key_sums = _load_parts(_once_known(_place_of_key_sums(a_sums, lane), J0[3][3], nothing), 64)
+    row_sums = _load_parts(_once_known(a_sums + lane * 16, J0[2][0], nothing), 544)
+    key_sums = _load_parts(_once_known(_place_of_key_sums(a_sums, lane), J0[3][3], nothing), 192)
     warp_barrier()
-    store4(base + ROW_SUMS_AT + (t + 1) * 2048 + warp * 512 + lane * 16, _total(row_sums))
+    store4(base + ROW_SUMS_AT + after * 2048 + warp * 512 + lane * 16, _total(row_sums))
     store4(a_out, dv)
-    store4(a_out + 1024, du)
+    store4(a_out + 256, du)
     rows = _load_rows(a_rows + 16)
     M1, I1, E1, J1, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 1)
-    _put_key_sums(key_sums, p_keys + (t + 1) * 64, lane * 0 + t < 15, lane)
-    store4(a_out + 512, dv)
-    store4(a_out + 1536, du)
+    _put_key_sums(key_sums, p_keys + after * 64, lane)
+    store4(a_out + 128, dv)
+    store4(a_out + 384, du)
     dC, dB, G, z = sums
-    store4(a_out + 2048, dC)
+    store4(a_keys_out, dC)
     # G is that of -E_I
     dB = (
         dB[0] - (B[0] + B[0]) * G[0],
@@ -160,7 +155,7 @@ def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, not
         dB[2] - (B[2] + B[2]) * G[2],
         dB[3] - (B[3] + B[3]) * G[3],
     )
-    store4(a_out + 2560, dB)
+    store4(a_keys_out + 64, dB)
     store1(_once_known(base + PRIORS_AT + t * 512 + warp * 128 + lane * 4, z, nothing), z)
     return M0 + M1, I0 + I1, E0 + E1, J0 + J1
 
@@ -169,9 +164,9 @@ def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, not
 def last_token(base, p_keys, warp, lane):
     """What is left of token 0."""
     warp_barrier()
-    a_sums = base + warp * 3072
-    store4(base + ROW_SUMS_AT + warp * 512 + lane * 16, _total(_load_parts(_place_of_row_sums(a_sums, lane), 16)))
-    _put_key_sums(_load_parts(_place_of_key_sums(a_sums, lane), 64), p_keys, lane * 0 == 0, lane)
+    a_sums = base + warp * TOKEN_SUMS
+    store4(base + ROW_SUMS_AT + warp * 512 + lane * 16, _total(_load_parts(a_sums + lane * 16, 544)))
+    _put_key_sums(_load_parts(_place_of_key_sums(a_sums, lane), 192), p_keys, lane)
 
 
 @jit
