@@ -8,37 +8,48 @@ from torch import Tensor
 
 from palimpsa_surgery.kernels.decay import decay_from_start, decay_within, document_numbers
 from palimpsa_surgery.kernels.hopper_scan import BACKWARD_SEGMENT
-from palimpsa_surgery.kernels.hopper_spans import GROWTH
 from scan_cases import Data, Gradients
 
 SUB_CHUNK = 16
+GROWTH, GROWTH_OF_M = 2048, 16384  # of the Hopper kernels' spans, written down again: both decide what is allowed
 
 
-def find_spans(log_alpha: Tensor, written: Tensor, segment: int) -> list[list[Tensor]]:
-    """Where the Hopper kernels go back in time from, as `hopper_spans.find_spans` says; all `[b, h, t]`.
+def find_spans(log_alpha: Tensor, to_M: Tensor, to_I: Tensor, segment: int) -> list[list[Tensor]]:
+    """Where the Hopper kernels go back in time from, as `hopper_spans.py` says; all `[b, h, t]`.
 
-    `written`: what tokens add to I at most, relative to the prior. Of each sub-chunk: its tokens' scales 1 / c
-    and by how much each has grown `[b, h, 16]`, whether a span ends with it, and whether it is in one at all `[b, h]`.
+    `to_M`, `to_I`: what tokens add to M at most, and to I relative to the prior. Of each sub-chunk: its tokens' scales
+    1 / c and by how much each has grown `[b, h, 16]`, whether a span ends with it, and whether it is in one at all
+    `[b, h]`.
     """
+    sizes, size = [], torch.zeros_like(to_M[..., 0])  # m²
+    for t in range(to_M.shape[-1]):
+        size = size * (2 * log_alpha[..., t]).exp() + to_M[..., t] ** 2
+        sizes.append(size)
+    sizes = torch.stack(sizes, -1)
     found: list[list[Tensor]] = []
-    log_end = grown = torch.zeros_like(log_alpha[..., 0])  # after the sub-chunk before
+    log_end = grown = first = torch.zeros_like(size)  # after the sub-chunk before, and m² after the span's first token
     for start in range(0, log_alpha.shape[-1], SUB_CHUNK):
-        decay, added = log_alpha[..., start : start + SUB_CHUNK], written[..., start : start + SUB_CHUNK]
+        now = slice(start, start + SUB_CHUNK)
+        decay, added = log_alpha[..., now], to_I[..., now]
         log_r = torch.cat((torch.zeros_like(decay[..., :1]), -decay[..., 1:].cumsum(-1)), -1)
         own = (log_r.exp() * added).sum(-1)
-        in_span = log_r[..., -1].exp() + own <= GROWTH.value
+
+        def fits(log_r: Tensor, grown: Tensor, first: Tensor, end: Tensor = sizes[..., now][..., -1]) -> Tensor:
+            r = log_r[..., -1].exp()
+            return (r + grown <= GROWTH) & (r * r * end <= GROWTH_OF_M**2 * first)
+
+        in_span = fits(log_r, own, sizes[..., start])
         goes_on = torch.zeros_like(in_span)
         if start % segment:
             log_first = log_end - decay[..., 0]
-            both = grown + log_first.exp() * own
-            goes_on = found[-1][3] & in_span & ((log_first + log_r[..., -1]).exp() + both <= GROWTH.value)
-            log_r = torch.where(goes_on[..., None], log_first[..., None] + log_r, log_r)
-            own = torch.where(goes_on, both, own)
+            both, further = grown + log_first.exp() * own, log_first[..., None] + log_r
+            goes_on = found[-1][3] & in_span & fits(further, both, first)
+            log_r, own = torch.where(goes_on[..., None], further, log_r), torch.where(goes_on, both, own)
             found[-1][2] = found[-1][2] & ~goes_on
         scales = log_r.exp()
         before = torch.where(goes_on, found[-1][0][..., -1], scales[..., 0]) if found else scales[..., 0]
         growth = scales - torch.cat((before[..., None], scales[..., :-1]), -1)
-        log_end, grown = log_r[..., -1], own
+        log_end, grown, first = log_r[..., -1], own, torch.where(goes_on, first, sizes[..., start])
         found.append([scales, growth, in_span, in_span])
     return found
 
@@ -166,8 +177,9 @@ def emulate(
     log_kept = log_alpha.clone()
     if documents is not None:
         log_kept[..., 1:].masked_fill_(documents[..., 1:] != documents[..., :-1], -torch.inf)
-    most = beta.abs().amax(-1) * squares.amax(-1) / a["I_prior"][:, None]
-    back, taken = find_spans(log_kept, most, segment), None
+    to_M = value.abs().amax(-1) * B.abs().amax(-1)
+    to_I = beta.abs().amax(-1) * squares.amax(-1) / a["I_prior"][:, None]
+    back, taken = find_spans(log_kept, to_M, to_I, segment), None
 
     for i_now, now, state in zip(range(len(spans) - 1, -1, -1), reversed(spans), reversed(starts), strict=True):
         if tuned and (now.stop == time or now.stop % segment == 0):

@@ -192,7 +192,6 @@ class Machine:
             "store4": self._store4,
             "store1": lambda address, value: self.shared.write(address, value),
             "copy_async": self._copy_async,
-            "load_global4": self._load_global4,
             "load_global4_if": self._load_global4_if,
             "store_global4": self._store_global4,
             "store_global2": self._store_global2,
@@ -235,11 +234,6 @@ class Machine:
         assert (address % (4 * count) == 0).all()
         read = (self.shared.read(address + 4 * i) for i in range(count))
         return tuple(register(np.ascontiguousarray(v).view(np.int32)) for v in read)
-
-    @staticmethod
-    def _load_global4(address: Pointer):
-        assert (np.asarray(address.offset) % 4 == 0).all()
-        return tuple(load(address + i) for i in range(4))
 
     def _load_global4_if(self, address: Pointer, values, condition):
         assert (np.asarray(address.offset) % 4 == 0).all()

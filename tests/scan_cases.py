@@ -88,6 +88,10 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
     if case.extreme == "stretches":  # 24 tokens each with alpha 1e-3, 0, 1 and as usual
         kind = (torch.arange(t, device=device) // 24 % 4)[:, None]
         dt = torch.where(kind == 0, 7 / A, torch.where(kind == 1, dt * 3e3, torch.where(kind == 2, 0, dt)))
+    outlier = 5 * t // 6
+    if case.extreme == "outlier":  # a step 10^4 times as long as the others, after which nothing is sent back
+        dt, A = torch.full_like(dt, 0.01), A * 0.02
+        dt[:, outlier] = 100
     initial = None
     if case.initial:
         initial = torch.stack((normal(b, h, p, n), normal(b, h, p, n).abs()), 2)
@@ -99,7 +103,10 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Data:
     arguments |= {"I_prior": torch.exp(0.3 * normal(h)), "initial_state": initial}
     if case.skip:
         arguments["D"] = normal(h)
-    incoming = (normal(b, t, h, p).to(case.dtype), normal(b, h, 2, p, n), normal(b, t, h, p))
+    dy = normal(b, t, h, p).to(case.dtype)
+    if case.extreme == "outlier":
+        dy[:, outlier:] = 0
+    incoming = (dy, normal(b, h, 2, p, n), normal(b, t, h, p))
     if case.strided:
         arguments = {name: None if v is None else between_nan(v) for name, v in arguments.items()}
         incoming = tuple(map(between_nan, incoming))

@@ -163,7 +163,7 @@ def test_norm_compiles_without_a_gpu(gated, capability):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
     types = dict.fromkeys(("dt", "A", "rows", "decay", "states", "adjoints", "dB", "dvx", "w"), "*fp32")
-    types |= dict.fromkeys(("prior", "written", "scales", "factors", "anchors", "flow", "whole"), "*fp32")
+    types |= dict.fromkeys(("prior", "to_M", "to_I", "scales", "factors", "anchors", "flow", "whole"), "*fp32")
     types |= dict.fromkeys(("x", "beta", "B", "dx", "dbeta"), "*bf16")
     types |= {"parts": "*i32", "doc": "*i32" if packed else "*fp32"}
     sizes = {"P": 64, "N": 128}

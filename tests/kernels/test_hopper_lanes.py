@@ -68,19 +68,19 @@ for name, gradient in zip(names, gradients, strict=True):
 """
 
 
-# Two segments of two rows of a batch; of two heads, the second going on with a document that begins in the first, with
-# spans of two blocks and a block in two parts; of 24 tokens each, alpha is 1e-3, 0, 1 and as usual; states of the first
-# keys alone outgrow what was there, and blocks are of one part, of a few and of a token each
+# Two segments of two rows of a batch; two with a span of three blocks, the second going on with a document that begins
+# in the first, whose first block is in two parts; of 24 tokens each, alpha is 1e-3, 0, 1 and as usual; states of the
+# first keys alone outgrow what was there, and blocks are whole, or of a few parts, or of a token each
 CASES = {
     "documents": """
 triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 16
 data = make(Case(2, 20, 1, 64, 128, 1, torch.bfloat16, initial=True, documents=3, skip=True))
 """,
     "carried": """
-triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 32
-data = make(Case(1, 36, 2, 64, 128, 1, torch.bfloat16, initial=True, skip=True))
-data.arguments["A"] *= 0.1
-data.seq_idx = (torch.arange(36) >= 5)[None].int()
+triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64
+data = make(Case(1, 68, 1, 64, 128, 1, torch.bfloat16, initial=True, skip=True))
+data.arguments["A"][:] = 0.3
+data.seq_idx = (torch.arange(68) >= 5)[None].int()
 """,
     "stretches": """
 triton_scan.FORWARD_SEGMENT = triton_scan.TUNED_SEGMENT = 64

@@ -34,7 +34,7 @@ BOUNDS = {fp32: 5e-6, fp16: 2e-3, bf16: 5e-3}
 LENGTHS = [Case(1, t, 80, 64, 128, 1, bf16, initial=True) for t in (1, 63, 64, 65, 255, 257, 2049)]
 EXTREMES = [
     Case(1, 257, 80, 64, 128, 1, bf16, initial=True, extreme=extreme)
-    for extreme in ("decay", "no step", "large B", "importance")
+    for extreme in ("decay", "no step", "large B", "importance", "outlier")
 ]
 # what the tuned read-out rescales for: before every token, before some, never
 RESCALED = [
@@ -122,7 +122,6 @@ def test_scan(case):
 
 @pytest.mark.parametrize("case", carry_cases.CASES, ids=str)
 def test_what_comes_from_later_segments(case):
-    # B² is rounded, and the start
     carry_cases.check(case, tl.bfloat16, 5e-3, "cuda")
 
 

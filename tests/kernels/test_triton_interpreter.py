@@ -87,7 +87,7 @@ comparisons |= {{"norm-operator": lambda: norm_cases.check_operator("cpu")}}
 bounds = {{torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 4e-3}}
 comparisons |= {{str(case): lambda case=case: conv_cases.check(case, bounds) for case in conv_cases.COVERED}}
 comparisons |= {{name: getattr(conv_cases, name) for name in {checks}}}
-# starts are cut off to bfloat16
+# B² is cut off to bfloat16
 carry = lambda case: carry_cases.check(case, tl.float32, 2e-6)
 comparisons |= {{f"carry {{case}}": lambda case=case: carry(case) for case in carry_cases.CASES}}
 for line in sys.stdin:

@@ -1,8 +1,7 @@
 """What the gradient kernel of `hopper_gradients.py` leaves to matrix products, in plain Triton.
 
-After it and
-`pass_states`, `carry_rows` and `carry_keys` add what the adjoints E and E_I after a segment send back to its tokens.
-With w[s] the decay from token s to the segment's end and v = dt x,
+After it and `pass_states`, `carry_rows` and `carry_keys` add what the adjoints E and E_I after a segment send back to
+its tokens. With w[s] the decay from token s to the segment's end and v = dt x,
 
     d v[s] += w[s] E B[s]        d beta[s] += w[s] E_I B[s]²        dB[s] += Eᵀ (w v)[s] + 2 B[s] E_Iᵀ (w beta)[s]
 

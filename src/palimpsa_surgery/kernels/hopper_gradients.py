@@ -212,9 +212,9 @@ def segment_gradients(
 
     x, beta, B, C and dy are int32 pairs, and their strides are in pairs; scales, factors, parts and anchors are those
     of `hopper_spans.py`. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
-    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], d log alpha of a span's
-    first token in parts, of which the first is NaN for others; changes [2, b, h, TP], by how much it grows from a token
-    to the next; dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
+    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], by each warp, d log
+    alpha of a span's or a part's first token, and NaN for others; changes [2, b, h, TP], by how much it grows from a
+    token to the next; dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
     """
     N: gl.constexpr = 128
     P: gl.constexpr = 64

@@ -114,15 +114,6 @@ def copy_async(address, pointer, size: gl.constexpr):
 
 
 @jit
-def load_global4(pointer):
-    """Four words from global memory as int32."""
-    return gl.inline_asm_elementwise(
-        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointer.to(gl.int64)],
-        (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@jit
 def load_global4_if(pointer, v, condition):
     """Four float32 from global memory where the condition holds, and otherwise v: nothing waits for them before use."""
     return gl.inline_asm_elementwise(

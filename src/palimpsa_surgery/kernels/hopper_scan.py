@@ -23,10 +23,10 @@ from .triton_jit import jit, tl, triton
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 BACKWARD_SEGMENT = MOST_TOKENS  # tokens a segment in the backward pass
 BLOCK = 16  # tokens
-# Tokens of a program of `largest_written`, and value rows of one of `anchor_states`: 2.1 ms, with 32 the same, with 4
-# warps 2.6, with loads two steps ahead instead of three 2.5
-WRITTEN_TOKENS = 32
+# Value rows of a program of `anchor_states`: 2.1 ms, with 32 the same, with 4 warps 2.6, with loads two steps ahead
+# instead of three 2.5
 ANCHOR_ROWS = 16
+WRITTEN_TOKENS = 32  # of a program of `largest_written`
 # Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 3.2 with 32, 2.9 with 128) and of one of `carry_keys`,
 # and its keys (0.84 ms; 1.10 with 32 tokens, 0.93 with 128)
 CARRY_TOKENS = 64
@@ -131,13 +131,13 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     scales = x.new_empty(batch, heads, padded, dtype=torch.float32)
     factors = x.new_empty(batch, heads, blocks, dtype=torch.float32)
     parts = x.new_empty(batch, heads, blocks, dtype=torch.int32)
-    written = x.new_empty(batch, heads, padded, dtype=torch.float32)
+    to_M, to_I = x.new_empty(2, batch, heads, padded, dtype=torch.float32)
     largest_written[(triton.cdiv(time, WRITTEN_TOKENS), batch)](
-        beta, B, written, *beta.stride()[:3], *B.stride()[:2], time, padded, heads,
+        x, beta, B, to_M, to_I, *x.stride()[:3], *beta.stride()[:3], *B.stride()[:2], time, padded, heads,
         BT=WRITTEN_TOKENS, P=head_dim, N=state_size, num_warps=4,
     )  # fmt: skip
     find_spans[(segments, batch * heads)](
-        dt, written, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,
+        dt, to_M, to_I, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,
         S=segment, HAS_DOC=doc is not None, num_warps=1,
     )  # fmt: skip
     anchors = x.new_empty(batch, heads, blocks, head_dim // 8, 2, state_size, 8, dtype=torch.float32)

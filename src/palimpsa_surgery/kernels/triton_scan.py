@@ -32,7 +32,7 @@ On Hopper there is no step 4. Step 5 starts without an adjoint after the segment
 `hopper_scan.py` has the order.
 
 A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by, but
-on Hopper products of decays that are at least 2^-16 (read-out) and 2^-12 (gradients).
+on Hopper products of decays that are at least 2^-16 (read-out) and 2^-11 (gradients).
 Sums over heads, key blocks and time go through float32 partial results and a fixed order: results are deterministic.
 The launches of the backward pass take a few heads at a time, which bounds its memory.
 """
@@ -70,8 +70,8 @@ PASS_BLOCK, PASS_AHEAD = 128, 16
 # Of the gradient kernel, one by default. In float32 one warp spills 2.3 KB a thread and compiles in 55 seconds, four
 # spill 0.2 KB and take 15.
 WARPS = {torch.float32: 4}
-# Bytes of temporary tensors that a launch of the backward pass may take: on Hopper seven heads of 32k tokens at a time
-# (1,792 programs of the gradient kernel, 6.8 waves).
+# Bytes of temporary tensors that a launch of the backward pass may take: on Hopper five heads of 32k tokens at a time
+# (1,280 programs of the gradient kernel, 4.8 waves).
 WORKSPACE_BYTES = 1024 * 2**20
 # Elements from a token to the next beyond which inputs are copied: offsets within a forward segment have 32 bits.
 MAX_STRIDE = 2**31 // FORWARD_SEGMENT - 1
@@ -257,10 +257,12 @@ def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, 
     dy = dy if dy.stride(-1) == 1 and dy.stride(1) <= MAX_STRIDE else dy.contiguous()
     # bytes of temporary tensors for each head: states, adjoints, scratch; transposed copies; partial results
     copies = TUNED_STATE_COPIES if tuned else 3
-    state_bytes = copies * 2 * 4 * head_dim * state_size * (triton.cdiv(time, segment) + 1)
+    segments = triton.cdiv(time, segment)
+    padded = segments * segment if tuned else time
+    state_bytes = copies * 2 * 4 * head_dim * state_size * (segments + 1)
     row_values = TUNED_ROW_VALUES if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
-    row_bytes = int(4 * time * head_dim * row_values)
-    key_bytes = 2 * (2 if tuned else 4) * time * state_size
+    row_bytes = int(4 * padded * head_dim * row_values)
+    key_bytes = 2 * (2 if tuned else 4) * padded * state_size
     per_head = batch * (state_bytes + row_bytes + key_bytes)
     heads_per_group = heads // groups
     launches = triton.cdiv(heads_per_group, max(1, min(WORKSPACE_BYTES // per_head, MAX_GRID // batch)))
