@@ -88,13 +88,13 @@ def check_spans(found, data: Data, before, after, magnitudes, alpha, prior) -> N
     c_before[:, :, :: SEGMENT // hopper_scan.BLOCK] = 1
     assert_close(factors, torch.where(goes_on, 1.0, c_before * first), 2e-6, "factors")
     # neither c nor any element of I / c outgrows the start of its span
-    assert (scales[~split] <= 1.001 * hopper_spans.GROWTH.value).all()
+    assert (scales[~split] <= 1.001 * hopper_spans.GROWTH).all()
     start = torch.zeros_like(before[:, :, 0, 1])
     for j in range(blocks):
         begun = prior[:, None, None] + first[:, :, j, None, None] * before[:, :, j, 1]
         start = torch.where(goes_on[:, :, j, None, None], start, begun)
         end = (prior[:, None, None] + after[:, :, j, 1]) / c[:, :, j, None, None]
-        assert (end <= 1.01 * hopper_spans.GROWTH.value * start)[ends[:, :, j]].all(), "I outgrows its span's start"
+        assert (end <= 1.01 * hopper_spans.GROWTH * start)[ends[:, :, j]].all(), "I outgrows its span's start"
     # M / c and I / c after a span, M and Ibar with the decay of the first token before a block in parts
     with_prior = torch.stack((torch.zeros_like(prior), prior), 1)[:, None, :, None, None]  # [h, 1, 2, 1, 1]
     for chosen, expected, size, scale in (

@@ -169,6 +169,7 @@ def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
     sizes = {"P": 64, "N": 128}
     compile_for(90, hopper_spans.largest_written, types, sizes | {"BT": hopper_scan.WRITTEN_TOKENS}, 4)
     constants = {"S": hopper_scan.BACKWARD_SEGMENT, "HAS_DOC": packed}
+    constants |= {"LIMIT": hopper_spans.GROWTH, "LIMIT_M": hopper_spans.GROWTH_OF_M}
     compile_for(90, hopper_spans.find_spans, types, constants, 1)
     sizes |= {"DOT": tl.bfloat16, "PRECISION": "tf32"}
     compile_for(90, hopper_spans.anchor_states, types, sizes | {"BP": hopper_scan.ANCHOR_ROWS}, 2)

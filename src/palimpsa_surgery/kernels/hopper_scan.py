@@ -17,7 +17,7 @@ from .hopper_gradients import HALVES, HEAD_DIM, NUM_WARPS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
 from .hopper_read_out import read_out as read_out_kernel
-from .hopper_spans import anchor_states, find_spans, largest_written
+from .hopper_spans import GROWTH, GROWTH_OF_M, anchor_states, find_spans, largest_written
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
@@ -138,7 +138,7 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     )  # fmt: skip
     find_spans[(segments, batch * heads)](
         dt, to_M, to_I, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,
-        S=segment, HAS_DOC=doc is not None, num_warps=1,
+        S=segment, HAS_DOC=doc is not None, LIMIT=GROWTH, LIMIT_M=GROWTH_OF_M, num_warps=1,
     )  # fmt: skip
     anchors = x.new_empty(batch, heads, blocks, head_dim // 8, 2, state_size, 8, dtype=torch.float32)
     anchor_states[(segments * (head_dim // ANCHOR_ROWS), batch * heads)](

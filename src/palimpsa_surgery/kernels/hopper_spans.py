@@ -16,8 +16,8 @@ which nothing outgrows its start either, and its anchor is the state before it.
 
 from .triton_jit import jit, tl
 
-GROWTH = tl.constexpr(2048.0)
-GROWTH_OF_M = tl.constexpr(16384.0)
+GROWTH = 2048.0
+GROWTH_OF_M = 16384.0
 
 
 @jit
@@ -64,9 +64,9 @@ def _one_after_other(keep_a, a, keep_b, b):
 @jit
 def find_spans(
     dt, to_M, to_I, A, prior, doc, scales, factors, parts, dt_b, dt_t, dt_h, T, TP, H,
-    S: tl.constexpr, HAS_DOC: tl.constexpr,
+    S: tl.constexpr, HAS_DOC: tl.constexpr, LIMIT: tl.constexpr, LIMIT_M: tl.constexpr,
 ):  # fmt: skip
-    """The spans of one segment and head, from what `largest_written` leaves.
+    """The spans of one segment and head, from what `largest_written` leaves; growth up to LIMIT, and LIMIT_M for M.
 
     Of each block of 16 tokens: parts [b, h, TP / 16], a bit for each token with which a part begins, 1 for the last
     block of a span and 0 for others of it; factors [b, h, TP / 16], what makes of the state before, in its span's
@@ -74,7 +74,6 @@ def find_spans(
     that is no span the decay from the token to its end.
     """
     J: tl.constexpr = S // 16
-    LIMIT_M: tl.constexpr = GROWTH_OF_M * GROWTH_OF_M
     i_seg = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
     b = i_bh // H
@@ -111,7 +110,7 @@ def find_spans(
             log_r = log_part - log_alpha
             r = tl.exp(log_r)
             grown = added + r * b_added
-            fits = (r + grown <= GROWTH) & (r * r * size <= LIMIT_M * part_size)  # not NaN either
+            fits = (r + grown <= LIMIT) & (r * r * size <= part_size * (LIMIT_M * LIMIT_M))  # not NaN either
             log_part = tl.where(fits, log_r, 0.0)
             added = tl.where(fits, grown, b_added)
             part_size = tl.where(fits, part_size, size)
@@ -136,7 +135,7 @@ def find_spans(
         b_end_size = tl.sum(tl.where(o_j == j, size, 0.0), 0)
         grown = b_grown + tl.exp(b_log - b_first) * b_added
         r = tl.exp(b_log - b_first + b_end)
-        fits = (r + grown <= GROWTH) & (r * r * b_end_size <= LIMIT_M * b_size)
+        fits = (r + grown <= LIMIT) & (r * r * b_end_size <= b_size * (LIMIT_M * LIMIT_M))
         goes_on = fits & b_span & (i_seg * S + j * 16 < T)
         factor = tl.where(o_j == j, tl.where(goes_on, 1.0, tl.exp(b_first - b_log)), factor)
         part = tl.where(o_j == j - 1, tl.where(goes_on, 0, part), part)
