@@ -66,7 +66,7 @@ def sum_flows(
     b_flow = tl.load(flow + p_t - 1, mask=m_before, other=0.0)
     b_flow += tl.load(flow + part * TP + p_t - 1, mask=m_before, other=0.0)
     b_q = tl.cumsum(b_flow, 0) + tl.load(whole + i_bh * NSEG + i_seg) + tl.load(whole + (part + i_bh) * NSEG + i_seg)
-    for _ in tl.static_range(2):  # each half has blocks of its own
+    for _ in tl.static_range(2):  # halves of the keys
         b_first = tl.load(flows + p_t * 4, mask=m_t, other=float("nan"))
         m_known = b_first == b_first
         for i in tl.static_range(1, 4):
