@@ -183,6 +183,8 @@ class Machine:
             "load4": lambda address: tuple(v.view(np.float32) for v in self._words(address, 4)),
             "load4_bits": lambda address: self._words(address, 4),
             "load1": lambda address: register(self.shared.read(address)),
+            "load_transposed": self._load_transposed,
+            "cut": lambda v: register((float_bits(v) & np.uint32(0xFFFFFF00)).view(np.float32)),
             "load2_bits": lambda address: self._words(address, 2),
             "uniform": self._uniform,
             "count_bits": lambda v: int(v).bit_count(),
@@ -234,6 +236,18 @@ class Machine:
         assert (address % (4 * count) == 0).all()
         read = (self.shared.read(address + 4 * i) for i in range(count))
         return tuple(register(np.ascontiguousarray(v).view(np.int32)) for v in read)
+
+    def _load_transposed(self, address):
+        assert (address % 16 == 0).all()
+        found = []
+        for i in range(4):
+            values = []
+            for k in range(2):  # rows 2 c and 2 c + 1 of column g, two to a word
+                row = np.asarray(address)[32 * self.warp + 8 * i + 2 * self.column + k]
+                word = np.ascontiguousarray(self.shared.read(row + self.row // 2 * 4)).view(np.uint32)
+                values.append((word >> (16 * (self.row % 2)).astype(np.uint32)) & np.uint32(0xFFFF))
+            found.append(register((values[0] | (values[1] << np.uint32(16))).view(np.int32)))
+        return tuple(found)
 
     def _load_global4_if(self, address: Pointer, values, condition):
         assert (np.asarray(address.offset) % 4 == 0).all()
@@ -324,7 +338,7 @@ def load_kernels() -> tuple[Kernel, Kernel]:
     present = sys.modules.get("triton.experimental")
     sys.modules |= {package.__name__: package, "triton.experimental": None}
     try:
-        names = ("lanes", "scaled", "block", "token", "gradients", "read_out")
+        names = ("lanes", "scaled", "block", "token", "states", "gradients", "read_out")
         modules = [importlib.import_module(f"{package.__name__}.hopper_{name}") for name in names]
     finally:
         if present is None:

@@ -5,13 +5,14 @@ Shifts and masks stand for divisions: of a number that is not known to be positi
 
 from .hopper_lanes import (
     barrier,
+    beyond,
     copy_async,
+    cut,
     from_lane,
     gl,
     high,
     jit,
     load1,
-    load2_bits,
     load4_bits,
     low,
     pack,
@@ -19,6 +20,7 @@ from .hopper_lanes import (
     store1,
     store2_bits,
     store4,
+    upper,
     wait_async,
 )
 
@@ -34,6 +36,8 @@ PRIORS_AT = gl.constexpr(47616)
 ROWS_AT = gl.constexpr(55808)
 KEYS_AT = gl.constexpr(80384)
 PAIRS_AT = gl.constexpr(92672)
+# Before time runs backwards, in place of the sums: what this block and the next write, as `put_written` has it.
+WRITTEN = gl.constexpr(12800)
 # x, beta, dy, B and C as they were copied, in the order in which threads take them [5, 128, 4 words]
 RAW_AT = gl.constexpr(96768)
 IDLE_AT = gl.constexpr(107008)  # a word for each thread
@@ -44,41 +48,61 @@ MOST_TOKENS = 256  # of a segment
 
 
 @jit
-def copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps):
-    """Begin to copy what 16 tokens bring: two tokens' four rows, and eight keys of one, a thread."""
-    a = base + RAW_AT + tid * 16
-    t0 = gl.minimum(start + (tid >> 4) * 2, steps - 1)
-    t1 = gl.minimum(start + (tid >> 4) * 2 + 1, steps - 1)
+def _copy_rows(a, tid, p, stride, start, steps):
+    """Two tokens' four rows."""
+    t0 = start + (tid >> 4) * 2
     o = (tid & 15) * 2
-    copy_async(a, p_x + (t0 * x_t + o), 8)
-    copy_async(a + 8, p_x + (t1 * x_t + o), 8)
-    copy_async(a + 2048, p_beta + (t0 * beta_t + o), 8)
-    copy_async(a + 2056, p_beta + (t1 * beta_t + o), 8)
-    copy_async(a + 4096, p_dy + (t0 * dy_t + o), 8)
-    copy_async(a + 4104, p_dy + (t1 * dy_t + o), 8)
-    t0 = gl.minimum(start + (tid >> 3), steps - 1)
-    o = (tid & 7) * 4
-    copy_async(a + 6144, p_B + (t0 * B_t + o), 16)
-    copy_async(a + 8192, p_C + (t0 * C_t + o), 16)
+    copy_async(a, p + (gl.minimum(t0, steps - 1) * stride + o), 8)
+    copy_async(a + 8, p + (gl.minimum(t0 + 1, steps - 1) * stride + o), 8)
 
 
 @jit
-def _put_rows(a, raw, scale0, scale1):
-    """Two tokens' four rows as float32."""
-    store4(a, (low(raw[0]) * scale0, high(raw[0]) * scale0, low(raw[1]) * scale0, high(raw[1]) * scale0))
-    store4(a + 768, (low(raw[2]) * scale1, high(raw[2]) * scale1, low(raw[3]) * scale1, high(raw[3]) * scale1))
+def _copy_keys(a, tid, p, stride, start, steps):
+    """Eight keys of a token."""
+    copy_async(a, p + (gl.minimum(start + (tid >> 3), steps - 1) * stride + (tid & 7) * 4), 16)
 
 
 @jit
-def _put_pairs(a, raw):
-    """Two tokens' four rows as pairs of the tokens."""
-    store2_bits(a, (raw[0] & 65535) | (raw[2] << 16), ((raw[0] >> 16) & 65535) | (raw[2] & -65536))
-    store2_bits(a + 16, (raw[1] & 65535) | (raw[3] << 16), ((raw[1] >> 16) & 65535) | (raw[3] & -65536))
+def copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, start, steps):
+    """Begin to copy x, beta and B of 16 tokens."""
+    a = base + RAW_AT + tid * 16
+    _copy_rows(a, tid, p_x, x_t, start, steps)
+    _copy_rows(a + 2048, tid, p_beta, beta_t, start, steps)
+    _copy_keys(a + 6144, tid, p_B, B_t, start, steps)
 
 
 @jit
-def _unless_past(raw, t, steps):
-    """Zero for tokens after the last."""
+def copy_read(base, tid, p_dy, p_C, dy_t, C_t, start, steps):
+    """And dy and C."""
+    a = base + RAW_AT + tid * 16
+    _copy_rows(a + 4096, tid, p_dy, dy_t, start, steps)
+    _copy_keys(a + 8192, tid, p_C, C_t, start, steps)
+
+
+@jit
+def _rows_of(raw, scale0, scale1):
+    """Two tokens' four rows, scaled: of each token a four."""
+    return (
+        (low(raw[0]) * scale0, high(raw[0]) * scale0, low(raw[1]) * scale0, high(raw[1]) * scale0),
+        (low(raw[2]) * scale1, high(raw[2]) * scale1, low(raw[3]) * scale1, high(raw[3]) * scale1),
+    )
+
+
+@jit
+def _cut_rows(rows):
+    a, b = rows
+    return (cut(a[0]), cut(a[1]), cut(a[2]), cut(a[3])), (cut(b[0]), cut(b[1]), cut(b[2]), cut(b[3]))
+
+
+@jit
+def _put_rows(a, rows):
+    store4(a, rows[0])
+    store4(a + 768, rows[1])
+
+
+@jit
+def unless_past(raw, t, steps):
+    """Two tokens' four rows, zero for tokens after the last."""
     return (
         gl.where(t < steps, raw[0], 0),
         gl.where(t < steps, raw[1], 0),
@@ -88,26 +112,39 @@ def _unless_past(raw, t, steps):
 
 
 @jit
-def _put_scaled(a_rows, a_scales, tid, x, u):
-    """v and u of 16 tokens, from x and beta as `copy_block` brings them."""
-    pair = (tid >> 4) * 2
-    a = a_rows + pair * 768 + (tid & 15) * 16
-    a_pair = a_scales + pair * 4
-    _put_rows(a + 256, x, load1(a_pair), load1(a_pair + 4))
-    _put_rows(a + 512, u, load1(a_pair + 1024), load1(a_pair + 1028))
+def _put_pairs(a, raw):
+    """Two tokens' four rows as pairs of the tokens."""
+    store2_bits(a, (raw[0] & 65535) | (raw[2] << 16), ((raw[0] >> 16) & 65535) | (raw[2] & -65536))
+    store2_bits(a + 512, (raw[1] & 65535) | (raw[3] << 16), ((raw[1] >> 16) & 65535) | (raw[3] & -65536))
 
 
 @jit
-def _from_pairs(a):
-    """What `_put_pairs` has put there."""
-    r0, r1 = load2_bits(a)
-    r2, r3 = load2_bits(a + 16)
-    return (
-        (r0 & 65535) | (r1 << 16),
-        (r2 & 65535) | (r3 << 16),
-        ((r0 >> 16) & 65535) | (r1 & -65536),
-        ((r2 >> 16) & 65535) | (r3 & -65536),
-    )
+def _put_two_parts(a, rows):
+    """The same of numbers that `cut` has cut: first and second halves of their fractions."""
+    v, w = rows
+    v0 = beyond(v[0])
+    v1 = beyond(v[1])
+    v2 = beyond(v[2])
+    v3 = beyond(v[3])
+    w0 = beyond(w[0])
+    w1 = beyond(w[1])
+    w2 = beyond(w[2])
+    w3 = beyond(w[3])
+    store2_bits(a, upper(v[0], w[0]).to(gl.int32, bitcast=True), upper(v[1], w[1]).to(gl.int32, bitcast=True))
+    store2_bits(a + 512, upper(v[2], w[2]).to(gl.int32, bitcast=True), upper(v[3], w[3]).to(gl.int32, bitcast=True))
+    store2_bits(a + 2048, upper(v0, w0).to(gl.int32, bitcast=True), upper(v1, w1).to(gl.int32, bitcast=True))
+    store2_bits(a + 2560, upper(v2, w2).to(gl.int32, bitcast=True), upper(v3, w3).to(gl.int32, bitcast=True))
+
+
+@jit
+def _place_of_pairs(tid):
+    """First operands of products lie as lanes take them, 512 bytes for each two of the eight rows of a lane.
+
+    The place of a lane is lane ^ (lane >> 3), for the banks. A thread has pairs of four rows of lane 4 g + c.
+    """
+    g = (tid & 15) >> 1
+    lane = g * 4 + ((tid >> 4) & 3)
+    return (tid & 1) * 1024 + (lane ^ (g >> 1)) * 16 + (tid >> 6) * 8
 
 
 @jit
@@ -118,11 +155,14 @@ def _put_eight(a, raw):
 
 
 @jit
-def _squares(a, b):
-    """Of four keys, rounded as the products round them that make the anchors."""
-    first = pack(low(a) * low(a), high(a) * high(a))
-    second = pack(low(b) * low(b), high(b) * high(b))
-    return (low(first), high(first), low(second), high(second))
+def _squares(raw):
+    """Of eight keys, rounded as products take them."""
+    return (
+        pack(low(raw[0]) * low(raw[0]), high(raw[0]) * high(raw[0])),
+        pack(low(raw[1]) * low(raw[1]), high(raw[1]) * high(raw[1])),
+        pack(low(raw[2]) * low(raw[2]), high(raw[2]) * high(raw[2])),
+        pack(low(raw[3]) * low(raw[3]), high(raw[3]) * high(raw[3])),
+    )
 
 
 @jit
@@ -133,13 +173,7 @@ def put_keys(base, tid):
     b = load4_bits(a + 6144)
     _put_eight(a_keys, load4_bits(a + 8192))
     _put_eight(a_keys + 64, b)
-    store4(a_keys + 128, _squares(b[0], b[1]))
-    store4(a_keys + 144, _squares(b[2], b[3]))
-
-
-@jit
-def _place_of_pairs(base, tid):
-    return base + PAIRS_AT + ((tid >> 4) & 3) * 512 + (tid & 15) * 32 + (tid >> 6) * 8
+    _put_eight(a_keys + 128, _squares(b))
 
 
 @jit
@@ -148,12 +182,40 @@ def put_rows(base, a_rows, a_scales, tid, left):
     wait_async(tid * 0)
     a = base + RAW_AT + tid * 16
     pair = (tid >> 4) * 2
-    x = _unless_past(load4_bits(a), pair, left)
-    u = _unless_past(load4_bits(a + 2048), pair, left)
-    dy = _unless_past(load4_bits(a + 4096), pair, left)
+    x = unless_past(load4_bits(a), pair, left)
+    u = unless_past(load4_bits(a + 2048), pair, left)
+    dy = unless_past(load4_bits(a + 4096), pair, left)
     one = (tid * 0).to(gl.float32) + 1.0
-    _put_rows(a_rows + pair * 768 + (tid & 15) * 16, dy, one, one)
-    _put_scaled(a_rows, a_scales, tid, x, u)
+    a_out = a_rows + pair * 768 + (tid & 15) * 16
+    a_pair = a_scales + pair * 4
+    _put_rows(a_out, _rows_of(dy, one, one))
+    _put_rows(a_out + 256, _cut_rows(_rows_of(x, load1(a_pair), load1(a_pair + 4))))
+    _put_rows(a_out + 512, _cut_rows(_rows_of(u, load1(a_pair + 1024), load1(a_pair + 1028))))
+
+
+@jit
+def _put_transposable(a, raw):
+    """Eight keys of a token where `load_transposed` finds them; of 16, a lane's four lie four apart, by twos."""
+    store2_bits(a, raw[0], raw[2])
+    store2_bits(a + 16, raw[1], raw[3])
+
+
+@jit
+def put_written(base, a_operands, a_scales, tid, left):
+    """What 16 tokens write, as operands of products: v and u, of each two parts [2, 2, 512 words], and B and B²."""
+    wait_async(tid * 0)
+    a = base + RAW_AT + tid * 16
+    pair = (tid >> 4) * 2
+    x = unless_past(load4_bits(a), pair, left)
+    u = unless_past(load4_bits(a + 2048), pair, left)
+    b = load4_bits(a + 6144)
+    a_out = a_operands + _place_of_pairs(tid)
+    a_pair = a_scales + pair * 4
+    _put_two_parts(a_out, _cut_rows(_rows_of(x, load1(a_pair), load1(a_pair + 4))))
+    _put_two_parts(a_out + 4096, _cut_rows(_rows_of(u, load1(a_pair + 1024), load1(a_pair + 1028))))
+    a_keys = a_operands + (8192 + (tid >> 3) * 144 + ((tid & 7) >> 1) * 32 + (tid & 1) * 8)
+    _put_transposable(a_keys, b)
+    _put_transposable(a_keys + 2304, _squares(b))
 
 
 @jit
@@ -232,27 +294,25 @@ def scales_of(alpha, dt, r, t, first, last, lane, c):
 
 
 @jit
-def put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, tid):
-    """x and beta in pairs of tokens, for products."""
+def put_scaled(base, a_rows, p_x, p_beta, x_t, beta_t, dt, r, start, steps, tid):
+    """v and u of a block in parts, dt and r one a lane, and x and beta in pairs of tokens, for products."""
     pair = (tid >> 4) * 2
-    t0 = gl.minimum(start + pair, steps - 1)
-    t1 = gl.minimum(start + pair + 1, steps - 1)
-    o = (tid & 15) * 2
-    a = _place_of_pairs(base, tid)
-    _put_pairs(a, _unless_past(_two_tokens(p_x + o, t0 * x_t, t1 * x_t), pair, steps - start))
-    _put_pairs(a + 2048, _unless_past(_two_tokens(p_beta + o, t0 * beta_t, t1 * beta_t), pair, steps - start))
+    x = unless_past(_two_tokens(p_x, x_t, start, steps, tid), pair, steps - start)
+    u = unless_past(_two_tokens(p_beta, beta_t, start, steps, tid), pair, steps - start)
+    v_scale = dt * r
+    a = a_rows + pair * 768 + (tid & 15) * 16
+    _put_rows(a + 256, _rows_of(x, from_lane(v_scale, pair), from_lane(v_scale, pair + 1)))
+    _put_rows(a + 512, _rows_of(u, from_lane(r, pair), from_lane(r, pair + 1)))
+    a = base + PAIRS_AT + _place_of_pairs(tid)
+    _put_pairs(a, x)
+    _put_pairs(a + 2048, u)
+    barrier()
 
 
 @jit
-def _two_tokens(p, o0, o1):
+def _two_tokens(p, stride, start, steps, tid):
     """Two words each of two tokens."""
-    return gl.load(p + o0), gl.load(p + (o0 + 1)), gl.load(p + o1), gl.load(p + (o1 + 1))
-
-
-@jit
-def rescale(base, a_rows, a_scales, tid):
-    """v and u anew, with other scales, and for all to see what `put_pairs` has put."""
-    barrier()
-    a = _place_of_pairs(base, tid)
-    _put_scaled(a_rows, a_scales, tid, _from_pairs(a), _from_pairs(a + 2048))
-    barrier()
+    t0 = start + (tid >> 4) * 2
+    p0 = p + (gl.minimum(t0, steps - 1) * stride + (tid & 15) * 2)
+    p1 = p + (gl.minimum(t0 + 1, steps - 1) * stride + (tid & 15) * 2)
+    return gl.load(p0), gl.load(p0 + 1), gl.load(p1), gl.load(p1 + 1)

@@ -1,6 +1,7 @@
 """The gradients that a segment's own tokens cause (step 5 of `triton_scan.py`'s backward pass) for Hopper.
 
-Time runs backwards through blocks of 16 tokens, from the states at the ends of spans (`hopper_spans.py`). With c the
+Time runs forwards through blocks of 16 tokens, which leaves states at the ends of spans (`hopper_spans.py`,
+`hopper_states.py`), and then backwards from these. With c the
 product of the decays since a span's first token, M / c and I / c do not decay, so a token that is done takes back what
 it wrote,
 
@@ -19,44 +20,41 @@ segment, but summed up from there, what rounding misses would stay where little 
 
 from .hopper_block import (
     KEYS_AT,
-    PAIRS_AT,
     ROWS_AT,
     SCALES_AT,
     SPANS_AT,
     WORDS,
-    copy_block,
+    WRITTEN,
+    copy_read,
+    copy_written,
     decays,
     put_keys,
-    put_pairs,
     put_parts,
     put_rows,
+    put_scaled,
     put_scales,
-    rescale,
+    put_written,
     scales_of,
 )
 from .hopper_lanes import (
     barrier,
-    beyond,
     count_bits,
     from_lane,
     gl,
     highest_bit,
     jit,
     load1,
-    load4_bits,
-    load_global4_if,
     load_scalar,
-    mma16,
     reciprocal,
     scaled,
     shared_base,
     store_global4,
     thread_anew,
     uniform,
-    upper,
     wait_async,
 )
-from .hopper_token import add4, add_up, last_token, sum_of_warp, token
+from .hopper_states import STATE_WORDS, add_written, first_state, load_state, part_state, store_state, times_all
+from .hopper_token import add_up, last_token, sum_of_warp, token
 
 HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
 NUM_WARPS = 4  # of 16 keys each
@@ -64,118 +62,10 @@ HALVES = 2  # programs for all keys
 
 
 @jit
-def _times_all(V, factor):
-    """A state's or adjoint's 32 elements times a factor."""
-    rows = ()
-    for j in gl.static_range(8):
-        rows += (scaled(V[j], factor),)
-    return rows
-
-
-@jit
-def _three_parts(a, b):
-    """Two float32 as three pairs of bfloat16, whose sum is all of them."""
-    a1 = beyond(a)
-    b1 = beyond(b)
-    a2 = beyond(a1)
-    b2 = beyond(b1)
-    return (
-        upper(a, b).to(gl.int32, bitcast=True),
-        upper(a1, b1).to(gl.int32, bitcast=True),
-        upper(a2, b2).to(gl.int32, bitcast=True),
-    )
-
-
-@jit
-def _written(a_pairs, a_keys, scales):
-    """What 16 tokens write, scaled: eight tiles of 16 rows × 8 keys, products of x or beta, bfloat16, with three parts.
-
-    `scales` of tokens 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. Of tile 2 i + u a lane has rows 2 i and 2 i + 1 of its eight
-    and keys 2 u and 2 u + 1 of its four.
-    """
-    s0, s1, s8, s9 = scales
-    zero = (a_keys * 0).to(gl.float32)
-    tiles = ()
-    parts = ()
-    for u in gl.static_range(2):
-        a = a_keys + 8 * u
-        parts += (
-            (
-                _three_parts(load1(a) * s0, load1(a + 768) * s1),
-                _three_parts(load1(a + 6144) * s8, load1(a + 6912) * s9),
-            ),
-        )
-    for i in gl.static_range(4):
-        a0, a1, a2, a3 = load4_bits(a_pairs + 16 * i)
-        for u in gl.static_range(2):
-            first, second = parts[u]
-            tile = mma16(a0, a1, a2, a3, first[2], second[2], (zero, zero, zero, zero))
-            tile = mma16(a0, a1, a2, a3, first[1], second[1], tile)
-            tiles += (mma16(a0, a1, a2, a3, first[0], second[0], tile),)
-    return tiles
-
-
-@jit
-def _from_tiles(tiles, j: gl.constexpr):
-    """A lane's row j of tiles as of `_written`."""
-    i: gl.constexpr = j // 2 * 2
-    k: gl.constexpr = j % 2 * 2
-    return (tiles[i][k], tiles[i][k + 1], tiles[i + 1][k], tiles[i + 1][k + 1])
-
-
-@jit
-def _load_state(pointer, rows, condition):
-    """A lane's eight rows of four keys, as `anchor_states` puts them, or `rows` where the condition does not hold."""
-    keys = ()
-    for k in gl.static_range(4):
-        for i in gl.static_range(2):
-            old = (rows[4 * i][k], rows[4 * i + 1][k], rows[4 * i + 2][k], rows[4 * i + 3][k])
-            keys += (load_global4_if(pointer + (32 * k + 4 * i), old, condition),)
-    rows = ()
-    for j in gl.static_range(8):
-        row = ()
-        for k in gl.static_range(4):
-            row += (keys[2 * k + j // 4][j % 4],)
-        rows += (row,)
-    return rows
-
-
-@jit
 def _parts(block):
     """Of a block, from shared memory; of one before the first, its own."""
     address = shared_base(gl.to_tensor(0)) + (SPANS_AT + 64) + gl.maximum(block, 0) * 4
     return uniform(load_scalar(address).to(gl.int32))
-
-
-@jit
-def _of_lane(anchors, zero):
-    """A lane's own part of an anchor."""
-    tid = thread_anew(zero)
-    return anchors + (((tid & 31) >> 2) * 2048 + (tid >> 5) * 128 + (tid & 3) * 8)
-
-
-@jit
-def _state(M, I, one, pointer, a_pairs, a_keys, v_scales, u_scales, kept, prior, prior_end):
-    """M and I after a token, in place of others: `kept` of what the pointer has, and what was written since.
-
-    `prior` and `prior_end`: I_prior / c of the block's first token and of this one.
-    """
-    old = _load_state(pointer, M, one)
-    tiles = _written(a_pairs, a_keys, v_scales)
-    M = ()
-    for j in gl.static_range(8):
-        M += (add4(scaled(old[j], kept), _from_tiles(tiles, j)),)
-    old = _load_state(pointer + 1024, I, one)
-    tiles = _written(a_pairs + 2048, a_keys + 64, u_scales)
-    grown = prior_end - prior
-    I = ()
-    for j in gl.static_range(8):
-        new = _from_tiles(tiles, j)
-        row = ()
-        for k in gl.static_range(4):
-            row += ((old[j][k] * kept + prior) + (new[k] + grown),)
-        I += (row,)
-    return M, I
 
 
 @jit
@@ -203,36 +93,33 @@ def _put_state(p, V, sign, N: gl.constexpr):
 
 
 @jit
-def segment_gradients(
-    x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, anchors, adjoints, rows, keys, changes, flows,
-    dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
-    T, TP, H, HPG, NSEG, S, HAS_DOC: gl.constexpr,
-):  # fmt: skip
-    """All gradients of one segment, one head and 64 keys that its own tokens cause.
+def _plus(V, more):
+    """A state's 32 elements and more."""
+    rows = ()
+    for j in gl.static_range(8):
+        rows += ((V[j][0] + more, V[j][1] + more, V[j][2] + more, V[j][3] + more),)
+    return rows
 
-    x, beta, B, C and dy are int32 pairs, and their strides are in pairs; scales, factors, parts and anchors are those
-    of `hopper_spans.py`. Slot k of adjoints [b, h, NSEG + 1, 2, p, n] becomes the adjoint of segment k's start.
-    Of each half of the keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], by each warp, d log
-    alpha of a span's or a part's first token, and NaN for others; changes [2, b, h, TP], by how much it grows from a
-    token to the next; dprior [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
-    """
+
+@jit
+def _one_segment(
+    x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, keys, changes, flows,
+    dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
+    T, TP, H, HPG, NSEG, S, half, i_seg, i_bh, n_bh, zero_int, HAS_DOC: gl.constexpr,
+):  # fmt: skip
+    """What `segment_gradients` says, of one of its pieces."""
     N: gl.constexpr = 128
     P: gl.constexpr = 64
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    shared = gl.allocate_shared_memory(gl.float32, [WORDS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tid = gl.arange(0, 128, layout=L)
+    zero = zero_int.to(gl.float32)
+    base = shared_base(zero_int)
+    tid = thread_anew(zero_int)
     lane = tid & 31
     warp = tid >> 5
     g = lane >> 2
     c = lane & 3
-    zero_int = tid * 0
-    zero = zero_int.to(gl.float32)
-    shared.index(0).store(zero)  # what is not used is not allocated; this waits for all threads
-    base = shared_base(zero_int)
-    half = gl.program_id(0) % 2
-    i_seg = (gl.program_id(0) // 2).to(gl.int64)
-    i_bh = gl.program_id(1).to(gl.int64)
-    n_bh = gl.num_programs(1).to(gl.int64)
+    i_seg = gl.to_tensor(i_seg).to(gl.int64)
+    i_bh = gl.to_tensor(i_bh).to(gl.int64)
+    n_bh = gl.to_tensor(n_bh).to(gl.int64)
     b = i_bh // H
     h = i_bh % H
     t0 = i_seg * S
@@ -254,28 +141,46 @@ def segment_gradients(
     # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     o_key = warp * 16 + c * 4
     p_outs = p_keys + (gl.where(((lane >> 2) & 1) == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
-    p_anchors = anchors + (chunk * (2 * P * N) + half * 512)
     a_keys = base + KEYS_AT + warp * 192 + c * 16
 
     nothing = T >> 31  # zero, which the compiler cannot know
     n_blocks = gl.cdiv(steps, 16)
     zeros = (zero, zero, zero, zero)
+    last_start = (n_blocks - 1) * 16
+    put_scales(base, p_dt, scales + chunk * 16, p_factors, p_parts, dt_t, b_prior, steps, tid, n_blocks * 16)
+    copy_read(base, tid, p_dy, p_C, dy_t, C_t, last_start, steps)
+    copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, 0, steps)
+    p_s = states + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + g * 8 * N + o_key)
+    M = first_state(p_s, zero, N)
+    I = first_state(p_s + P * N, zero, N)
+    barrier()
+    for i_block in range(n_blocks):
+        start = i_block * 16
+        tid = thread_anew(zero_int)
+        a_operands = base + i_block % 2 * WRITTEN
+        a_scales = base + SCALES_AT + start * 4
+        put_written(base, a_operands, a_scales, tid, steps - start)
+        copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, gl.minimum(start + 16, last_start), steps)
+        b_parts = _parts(i_block)
+        factor = load1(base + SPANS_AT + i_block * 4)
+        p_spare = spare + (i_block * STATE_WORDS + tid * 4)
+        for _ in range(gl.where(b_parts > 1, 1, 0)):
+            store_state(p_spare, M, I, factor, zero)
+            factor = factor * load1(a_scales + 1024)
+        barrier()
+        M, I = add_written(M, I, a_operands, factor, tid >> 5, tid & 31)
+        for _ in range(gl.where((b_parts == 1) & (start < last_start), 1, 0)):
+            store_state(p_spare, M, I, zero + 1.0, b_prior * load1(a_scales + 1084))
+    I = _plus(I, b_prior * load1(base + SCALES_AT + 1084 + last_start * 4))
     E = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     J = E
-    M = E
-    I = E
     dprior_sum = zero
-    start = (n_blocks - 1) * 16
-    copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps)
-    put_scales(base, p_dt, scales + chunk * 16, p_factors, p_parts, dt_t, b_prior, steps, tid, n_blocks * 16)
-    p_anchor = _of_lane(p_anchors + (n_blocks - 1) * (2 * P * N), zero_int)
-    M = _load_state(p_anchor, M, zero_int + 1)
-    I = _load_state(p_anchor + 8 * N, I, zero_int + 1)
-    barrier()
-    put_rows(base, base + ROWS_AT, base + SCALES_AT + start * 4, tid, steps - start)
+    tid = thread_anew(zero_int)
+    put_rows(base, base + ROWS_AT, base + SCALES_AT + last_start * 4, tid, steps - last_start)
     put_keys(base, tid)
-    previous = gl.maximum(start - 16, 0)
-    copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
+    previous = gl.maximum(last_start - 16, 0)
+    copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, previous, steps)
+    copy_read(base, tid, p_dy, p_C, dy_t, C_t, previous, steps)
     barrier()
     for i_block in range(n_blocks):
         start = (n_blocks - 1 - i_block) * 16
@@ -290,8 +195,8 @@ def segment_gradients(
         # the last block of a span
         for _ in range(whole * b_parts):
             factor = gl.where(zero_int + i_block == 0, 0.0, load1(a_spans + 4))
-            E = _times_all(E, factor)
-            J = _times_all(J, factor)
+            E = times_all(E, factor)
+            J = times_all(J, factor)
         for i_token in range(16 * whole):
             M, I, E, J = token(
                 M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales,
@@ -305,28 +210,24 @@ def segment_gradients(
             warp = tid >> 5
             g = lane >> 2
             c = lane & 3
-            a_pairs = base + PAIRS_AT + c * 512 + g * 64
-            k_g = (g >> 1) * 4 + (g & 1)  # of a tile's column g; two keys further, the other tile's
-            a_tile = base + (KEYS_AT + 64) + 2 * c * 768 + warp * 192 + k_g * 4
             p_doc = doc + (b * T + t0)
             before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
             alpha, d = decays(p_dt, p_doc, dt_t, gl.load(A + h), start, steps, before, t, HAS_DOC)
             r = put_parts(base, a_scales, alpha, d, b_parts, b_prior, tid)
-            put_pairs(base, p_x, p_beta, x_t, beta_t, start, steps, tid)
-            rescale(base, a_rows, a_scales, tid)
+            put_scaled(base, a_rows, p_x, p_beta, x_t, beta_t, d, r, start, steps, tid)
             last = 15
             for _ in range(count_bits(b_parts)):
                 first = highest_bit(b_parts & ((2 << last) - 1))
                 v_scales, u_scales, kept = scales_of(alpha, d, r, t, first, last, lane, c)
                 r_end = from_lane(r, zero_int + last)
-                M, I = _state(
-                    M, I, zero_int + 1, _of_lane(p_anchors + (start >> 4) * (2 * P * N), zero_int),
-                    a_pairs, a_tile, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end,
-                )  # fmt: skip
+                p_spare = spare + ((start >> 4) * STATE_WORDS + thread_anew(zero_int) * 4)
+                M, I = part_state(
+                    M, I, p_spare, base, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end, warp, lane
+                )
                 factor = gl.where(zero_int + i_block == 0, 0.0, load1(a_spans + 4))
                 after = gl.where(zero_int + last == 15, factor, from_lane(alpha, zero_int + (last + 1)))
-                E = _times_all(E, after * reciprocal(r_end))
-                J = _times_all(J, after * reciprocal(r_end))
+                E = times_all(E, after * reciprocal(r_end))
+                J = times_all(J, after * reciprocal(r_end))
                 for i_token in range(last - first + 1):
                     M, I, E, J = token(
                         M, I, E, J, last - i_token, base, a_rows + g * 32, a_keys, a_scales,
@@ -342,10 +243,8 @@ def segment_gradients(
             flow = _flow(M, I, E, J, b_prior + zero, load1(a_spans), lane)
             gl.store(p_flows + (start * 4 + warp), flow, mask=lane == 0)
         ends = gl.where((start > 0) & (_parts((start >> 4) - 1) == 1), 1, 0) + zero_int
-        p_anchor = _of_lane(p_anchors + (previous >> 4) * (2 * P * N), zero_int)
-        M = _load_state(p_anchor, M, ends)
-        I = _load_state(p_anchor + 8 * N, I, ends)
         tid = thread_anew(zero_int)
+        M, I = load_state(spare + ((previous >> 4) * STATE_WORDS + tid * 4), M, I, ends)
         a_next = base + ROWS_AT + (i_block + 1) % 2 * 12288
         put_rows(base, a_next, base + SCALES_AT + previous * 4, tid, steps - previous)
         last_token(base, p_outs + start * (N // 2), warp, lane)
@@ -356,7 +255,8 @@ def segment_gradients(
         )
         put_keys(base, tid)
         before_that = gl.maximum(start - 32, 0)
-        copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
+        copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, before_that, steps)
+        copy_read(base, tid, p_dy, p_C, dy_t, C_t, before_that, steps)
         barrier()
     factor = gl.load(p_factors) + zero
     wait_async(zero_int)  # no copy lands in shared memory after the program's end
@@ -366,3 +266,33 @@ def segment_gradients(
     p_e = adjoints + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + g * 8 * N + o_key)
     _put_state(p_e, E, factor, N)
     _put_state(p_e + P * N, J, -factor, N)
+
+
+@jit
+def segment_gradients(
+    x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, keys, changes, flows,
+    dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
+    T, TP, BATCH, H, HPG, NSEG, S, HAS_DOC: gl.constexpr,
+):  # fmt: skip
+    """All gradients of segments, of one head and 64 keys each, that their own tokens cause.
+
+    x, beta, B, C and dy are int32 pairs, and their strides are in pairs; scales, factors and parts are those of
+    `hopper_spans.py`, spare [programs, S / 16, 2, 8, 512] is for states at the ends of spans. Slot k of states and
+    adjoints [b, h, NSEG + 1, 2, p, n] is the state before segment k, and becomes the adjoint of it. Of each half of the
+    keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], by each warp, d log alpha of a span's or a
+    part's first token, and NaN for others; changes [2, b, h, TP], by how much it grows from a token to the next; dprior
+    [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared = gl.allocate_shared_memory(gl.float32, [WORDS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    zero_int = gl.arange(0, 128, layout=L) * 0
+    zero = zero_int.to(gl.float32)
+    shared.index(0).store(zero)  # what is not used is not allocated; this waits for all threads
+    for i in range(gl.program_id(0), 2 * NSEG * BATCH * H, gl.num_programs(0)):
+        _one_segment(
+            x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states,
+            spare + gl.program_id(0).to(gl.int64) * (S // 16 * STATE_WORDS),
+            adjoints, rows, keys, changes, flows, dprior,
+            x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
+            T, TP, H, HPG, NSEG, S, i % 2, i // 2 % NSEG, i // 2 // NSEG, BATCH * H, zero_int, HAS_DOC,
+        )  # fmt: skip

@@ -68,6 +68,17 @@ def load2_bits(address):
 
 
 @jit
+def load_transposed(address):
+    """Four matrices of 8 × 8 bfloat16 from shared memory, lane 8 i + j naming row j of the i-th, transposed: a lane gets
+    rows 2 c and 2 c + 1 of column g.
+    """
+    return gl.inline_asm_elementwise(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [address],
+        (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
 def load_scalar(address):
     """A float32 word from shared memory, for all threads."""
     return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
@@ -219,6 +230,12 @@ def beyond(v):
         "{ .reg .b32 a; and.b32 a, $1, 0xffff0000; sub.rn.f32 $0, $1, a; }", "=f,f", [v], gl.float32, is_pure=True,
         pack=1,
     )  # fmt: skip
+
+
+@jit
+def cut(v):
+    """v with 16 bits of its fraction's 24, which two bfloat16 hold."""
+    return (v.to(gl.int32, bitcast=True) & -256).to(gl.float32, bitcast=True)
 
 
 @jit

@@ -17,22 +17,21 @@ from .hopper_gradients import HALVES, HEAD_DIM, NUM_WARPS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
 from .hopper_read_out import read_out as read_out_kernel
-from .hopper_spans import GROWTH, GROWTH_OF_M, anchor_states, find_spans, largest_written
+from .hopper_spans import GROWTH, GROWTH_OF_M, find_spans, largest_written
+from .hopper_states import STATE_WORDS
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 BACKWARD_SEGMENT = MOST_TOKENS  # tokens a segment in the backward pass
 BLOCK = 16  # tokens
-# Value rows of a program of `anchor_states`: 2.1 ms, with 32 the same, with 4 warps 2.6, with loads two steps ahead
-# instead of three 2.5
-ANCHOR_ROWS = 16
 WRITTEN_TOKENS = 32  # of a program of `largest_written`
 # Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 3.2 with 32, 2.9 with 128) and of one of `carry_keys`,
 # and its keys (0.84 ms; 1.10 with 32 tokens, 0.93 with 128)
 CARRY_TOKENS = 64
 CARRY_KEYS = 64
-# Temporary tensors of the backward pass: states, adjoints and anchors
-STATE_COPIES = 2 + BACKWARD_SEGMENT // BLOCK
+PROGRAMS = 2  # of the gradient kernel on a multiprocessor: what its registers and its shared memory have room for
+# Temporary tensors of the backward pass: states and adjoints
+STATE_COPIES = 2
 ROW_VALUES = 2 * HALVES  # rows: float32 values for each token and value row
 
 
@@ -117,7 +116,18 @@ def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
     )  # fmt: skip
 
 
-def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment, dot_types):
+def _programs(device: torch.device) -> int:
+    """Of the gradient kernel, as many as run at a time; on the CPU, for tests, two."""
+    on_cuda = device.type == "cuda"
+    return PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1)
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Of a launch of the gradient kernel, however many heads it takes."""
+    return _programs(device) * BACKWARD_SEGMENT // BLOCK * STATE_WORDS * 4
+
+
+def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment):
     """Steps 4 and 5 for heads of one group: what each segment's own tokens cause.
 
     Slot k of adjoints becomes the adjoint of segment k's start. Returns dB and dC `[2, b, h, segments S, n]`, and what
@@ -140,24 +150,19 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
         dt, to_M, to_I, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,
         S=segment, HAS_DOC=doc is not None, LIMIT=GROWTH, LIMIT_M=GROWTH_OF_M, num_warps=1,
     )  # fmt: skip
-    anchors = x.new_empty(batch, heads, blocks, head_dim // 8, 2, state_size, 8, dtype=torch.float32)
-    anchor_states[(segments * (head_dim // ANCHOR_ROWS), batch * heads)](
-        x, dt, beta, B, I_prior, scales, factors, parts, states, anchors,
-        *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3],
-        time, padded, heads, heads, segments, segment,
-        P=head_dim, N=state_size, BP=ANCHOR_ROWS, **dot_types, num_warps=2, num_stages=3,
-    )  # fmt: skip
     rows = x.new_empty(batch, heads, 2, HALVES, padded, head_dim, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.bfloat16)
     changes = x.new_empty(HALVES, batch, heads, padded, dtype=torch.float32)
     flows = x.new_empty(HALVES, batch, heads, padded, NUM_WARPS, dtype=torch.float32)
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
+    programs = _programs(x.device)
+    spare = x.new_empty(programs, segment // BLOCK, STATE_WORDS, dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
-    segment_gradients_kernel[(HALVES * segments, batch * heads)](
-        x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, anchors, adjoints,
+    segment_gradients_kernel[(min(programs, HALVES * segments * batch * heads),)](
+        x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, states, spare, adjoints,
         rows, keys.view(torch.int32), changes, flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
-        time, padded, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
+        time, padded, batch, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
     return keys, (rows, changes, flows, dprior)
 

@@ -50,6 +50,7 @@ from .hopper_scan import carry_gradients as tuned_carry_gradients
 from .hopper_scan import fits as tuned_fits
 from .hopper_scan import read_out as tuned_read_out
 from .hopper_scan import segment_gradients as tuned_segment_gradients
+from .hopper_scan import spare_bytes as tuned_spare_bytes
 from .triton_backward import reduce_heads, reduce_rows, segment_adjoints, segment_gradients, skip_backward
 from .triton_forward import pass_states, read_out, segment_states
 from .triton_jit import NAMESPACE, tl, triton
@@ -184,9 +185,7 @@ def _backward_heads(
         adjoints[:, :, -1].copy_(dfinal[:, heads])
     flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
     if tuned:
-        keys, own = tuned_segment_gradients(
-            x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment, _dot_types(x)
-        )
+        keys, own = tuned_segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment)
     else:
         BP = 8
         segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
@@ -264,8 +263,9 @@ def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, 
     row_bytes = int(4 * padded * head_dim * row_values)
     key_bytes = 2 * (2 if tuned else 4) * padded * state_size
     per_head = batch * (state_bytes + row_bytes + key_bytes)
+    fixed = tuned_spare_bytes(x.device) if tuned else 0
     heads_per_group = heads // groups
-    launches = triton.cdiv(heads_per_group, max(1, min(WORKSPACE_BYTES // per_head, MAX_GRID // batch)))
+    launches = triton.cdiv(heads_per_group, max(1, min((WORKSPACE_BYTES - fixed) // per_head, MAX_GRID // batch)))
     step = triton.cdiv(heads_per_group, launches)
     scalars = []
     for g in range(groups):
