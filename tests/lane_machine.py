@@ -185,7 +185,7 @@ class Machine:
             "load1": lambda address: register(self.shared.read(address)),
             "load_transposed": self._load_transposed,
             "cut": lambda v: register((float_bits(v) & np.uint32(0xFFFFFF00)).view(np.float32)),
-            "load2_bits": lambda address: self._words(address, 2),
+            "load2": lambda address: tuple(v.view(np.float32) for v in self._words(address, 2)),
             "uniform": self._uniform,
             "count_bits": lambda v: int(v).bit_count(),
             "highest_bit": lambda v: int(v).bit_length() - 1,
@@ -196,6 +196,8 @@ class Machine:
             "copy_async": self._copy_async,
             "load_global4_if": self._load_global4_if,
             "store_global4": self._store_global4,
+            "add_global4": self._add_global4,
+            "add_global": self._add_global,
             "store_global2": self._store_global2,
             "warp_barrier": lambda: self.shared.warp_barrier(),
             "wait_async": lambda zero: self.shared.wait(),
@@ -290,6 +292,15 @@ class Machine:
         assert (np.asarray(address.offset) % 4 == 0).all()
         for i, value in enumerate(values):
             self._store(address + i, value)
+
+    def _add_global4(self, address: Pointer, values):
+        assert (np.asarray(address.offset) % 4 == 0).all()
+        for i, value in enumerate(values):
+            self._add_global(address + i, value)
+
+    def _add_global(self, address: Pointer, value):
+        assert np.unique(address.offset).size == self.threads, "two threads add to a word"
+        address.flat[torch.from_numpy(address.offset)] += torch.from_numpy(np.asarray(value))
 
     def _store_global2(self, address: Pointer, a, b):
         assert (np.asarray(address.offset) % 2 == 0).all()

@@ -51,9 +51,8 @@ def _carry_state(
             b_K = b_K.to(tl.float32) * b_K.to(tl.float32)
         b_x = tl.load(p_written + (t0 + o_t[:, None]) * w_t + o_p[None, :], mask=m_t[:, None], other=0.0)
         b_x = b_x.to(tl.float32)
-        p_own = rows + ((i_bh * 4 + STATE * 2) * TP + t0 + o_t[:, None]) * P + o_p[None, :]
+        p_own = rows + ((i_bh * 2 + STATE) * TP + t0 + o_t[:, None]) * P + o_p[None, :]
         b_own = tl.load(p_own, mask=m_t[:, None], other=0.0)
-        b_own += tl.load(p_own + TP.to(tl.int64) * P, mask=m_t[:, None], other=0.0)
         b_d = tl.dot(b_K.to(DOT), b_ET, input_precision=PRECISION) * b_w[:, None]  # [BT, P]
         b_flow = tl.sum(b_x * b_d, 1)
         b_d += b_own
@@ -76,7 +75,7 @@ def carry_rows(
 ):  # fmt: skip
     """dx or dbeta of one segment and head, BT tokens at a time, and what `carry_keys` and `hopper_scan.sum_flows` need.
 
-    rows [b, h, 2, 2, TP, p] hold what the segment's own tokens cause, d v and d beta by each half of the keys. Slot
+    rows [b, h, 2, TP, p] hold what the segment's own tokens cause, d v and d beta. Slot
     k + 1 of adjoints [b, h, NSEG + 1, 2, p, n] is the adjoint after segment k, slot k of states the state before it and
     decay [b, h, NSEG] what it keeps. dx and dbeta have strides g_*; dvx [b, h, TP] = Σ_p x d v; w [b, h, TP]. What
     flows to after the segment, by M and by Ibar: flow [2, b, h, TP] from each token, whole [2, b, h, NSEG] from before.
@@ -108,7 +107,7 @@ def carry_keys(
     S: tl.constexpr, BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the adjoint after the segment causes, summed over all heads, to dB [b, t, n].
+    """Add what the adjoint after the segment causes, summed over all heads, to dB [b, TP, n].
 
     Of BT tokens and BN keys; the other arguments are those of `carry_rows`.
     """
@@ -139,6 +138,6 @@ def carry_keys(
         p_u += beta_h
         p_E += (NSEG + 1).to(tl.int64) * (2 * P * N)
     b_B = tl.load(B + b * B_b + t0 * B_t + o_t[:, None] * B_t + o_n[None, :], mask=m_t[:, None], other=0.0)
-    p_dB = dB + (b * T + t0 + o_t[:, None]) * N + o_n[None, :]
+    p_dB = dB + (b * TP + t0 + o_t[:, None]) * N + o_n[None, :]
     b_dB = tl.load(p_dB, mask=m_t[:, None], other=0.0) + b_M + 2.0 * b_B.to(tl.float32) * b_I
     tl.store(p_dB, b_dB, mask=m_t[:, None])

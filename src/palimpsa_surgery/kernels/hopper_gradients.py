@@ -105,9 +105,9 @@ def _plus(V, more):
 def _one_segment(
     x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, keys, changes, flows,
     dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
-    T, TP, H, HPG, NSEG, S, half, i_seg, i_bh, n_bh, zero_int, HAS_DOC: gl.constexpr,
+    T, TP, H, HPG, NSEG, S, half, i_seg, b, h, n_b, zero_int, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
-    """What `segment_gradients` says, of one of its pieces."""
+    """What `segment_gradients` says, of one segment, one head and half of the keys."""
     N: gl.constexpr = 128
     P: gl.constexpr = 64
     zero = zero_int.to(gl.float32)
@@ -118,10 +118,11 @@ def _one_segment(
     g = lane >> 2
     c = lane & 3
     i_seg = gl.to_tensor(i_seg).to(gl.int64)
-    i_bh = gl.to_tensor(i_bh).to(gl.int64)
-    n_bh = gl.to_tensor(n_bh).to(gl.int64)
-    b = i_bh // H
-    h = i_bh % H
+    b = gl.to_tensor(b).to(gl.int64)
+    h = gl.to_tensor(h).to(gl.int64)
+    n_b = gl.to_tensor(n_b).to(gl.int64)
+    i_bh = b * H + h
+    n_bh = n_b * H
     t0 = i_seg * S
     steps = gl.minimum(S, T - t0).to(gl.int32)
     b_prior = gl.load(prior + h)
@@ -132,15 +133,16 @@ def _one_segment(
     p_B = B + (b * B_b + (h // HPG) * B_g + t0 * B_t + half * 32)
     p_C = C + (b * C_b + (h // HPG) * C_g + t0 * C_t + half * 32)
     p_dt = dt + (b * dt_b + h * dt_h + t0 * dt_t)
-    p_rows = rows + ((i_bh * 4 + half) * TP + t0) * P
-    p_keys = keys + ((i_bh * TP + t0) * (N // 2) + half * 32)
+    p_rows = rows + (i_bh * 2 * TP + t0) * P
+    p_keys = keys + ((b * TP + t0) * N + half * 64)
     p_changes = changes + ((half * n_bh + i_bh) * TP + t0)
     p_flows = flows + ((half * n_bh + i_bh) * TP + t0) * 4
     p_factors = factors + chunk
     p_parts = parts + chunk
     # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     o_key = warp * 16 + c * 4
-    p_outs = p_keys + (gl.where(((lane >> 2) & 1) == 0, n_bh * TP * (N // 2), 0) + o_key // 2)  # dC or dB
+    # dC or dB of the key that it adds up
+    p_outs = p_keys + (gl.where(((lane >> 2) & 1) == 0, n_b * TP * N, 0) + o_key + (lane >> 4) * 2 + ((lane >> 3) & 1))
     a_keys = base + KEYS_AT + warp * 192 + c * 16
 
     nothing = T >> 31  # zero, which the compiler cannot know
@@ -200,7 +202,7 @@ def _one_segment(
         for i_token in range(16 * whole):
             M, I, E, J = token(
                 M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales,
-                p_outs + start * (N // 2), warp, lane, nothing,
+                p_outs + start * N, warp, lane, nothing,
             )  # fmt: skip
         # or a block that is no span, in parts
         for _ in range(1 - whole):
@@ -231,7 +233,7 @@ def _one_segment(
                 for i_token in range(last - first + 1):
                     M, I, E, J = token(
                         M, I, E, J, last - i_token, base, a_rows + g * 32, a_keys, a_scales,
-                        p_outs + start * (N // 2), warp, lane, nothing,
+                        p_outs + start * N, warp, lane, nothing,
                     )  # fmt: skip
                 keep = gl.where(zero_int + first == 0, load1(a_spans), from_lane(alpha, zero_int + first))
                 flow = _flow(M, I, E, J, b_prior + zero, keep, lane)
@@ -247,11 +249,11 @@ def _one_segment(
         M, I = load_state(spare + ((previous >> 4) * STATE_WORDS + tid * 4), M, I, ends)
         a_next = base + ROWS_AT + (i_block + 1) % 2 * 12288
         put_rows(base, a_next, base + SCALES_AT + previous * 4, tid, steps - previous)
-        last_token(base, p_outs + start * (N // 2), warp, lane)
+        last_token(base, p_outs + start * N, warp, lane)
         barrier()
         tid = thread_anew(zero_int)
         dprior_sum = add_up(
-            base, a_rows, a_scales, tid >> 5, tid & 31, b_prior, p_rows + start * P, p_changes + start, TP, dprior_sum
+            base, a_rows, a_scales, tid >> 5, tid & 31, b_prior, p_rows + start * P, p_changes + start, TP, half, dprior_sum
         )
         put_keys(base, tid)
         before_that = gl.maximum(start - 32, 0)
@@ -272,27 +274,33 @@ def _one_segment(
 def segment_gradients(
     x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, keys, changes, flows,
     dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
-    T, TP, BATCH, H, HPG, NSEG, S, HAS_DOC: gl.constexpr,
+    T, TP, BATCH, H, HPG, NSEG, S, SHARES, HEADS, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of segments, of one head and 64 keys each, that their own tokens cause.
+    """All gradients that each segment's own tokens cause, HEADS heads and 64 keys at a time.
 
     x, beta, B, C and dy are int32 pairs, and their strides are in pairs; scales, factors and parts are those of
     `hopper_spans.py`, spare [programs, S / 16, 2, 8, 512] is for states at the ends of spans. Slot k of states and
-    adjoints [b, h, NSEG + 1, 2, p, n] is the state before segment k, and becomes the adjoint of it. Of each half of the
-    keys: rows [b, h, 2, 2, TP, p], d v and d beta; flows [2, b, h, TP, 4], by each warp, d log alpha of a span's or a
+    adjoints [b, h, NSEG + 1, 2, p, n] is the state before segment k, and becomes the adjoint of it. rows [b, h, 2, TP,
+    p]: d v and d beta. Of each half of the keys: flows [2, b, h, TP, 4], by each warp, d log alpha of a span's or a
     part's first token, and NaN for others; changes [2, b, h, TP], by how much it grows from a token to the next; dprior
-    [2, b, h, NSEG, 4]. keys [2, b, h, TP, n]: dB and dC, as pairs of bfloat16.
+    [2, b, h, NSEG, 4]. To keys [SHARES, 2, b, TP, n] dB and dC of the heads of each share are added, by one program one
+    after the other.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared = gl.allocate_shared_memory(gl.float32, [WORDS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero_int = gl.arange(0, 128, layout=L) * 0
     zero = zero_int.to(gl.float32)
     shared.index(0).store(zero)  # what is not used is not allocated; this waits for all threads
-    for i in range(gl.program_id(0), 2 * NSEG * BATCH * H, gl.num_programs(0)):
-        _one_segment(
-            x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states,
-            spare + gl.program_id(0).to(gl.int64) * (S // 16 * STATE_WORDS),
-            adjoints, rows, keys, changes, flows, dprior,
-            x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
-            T, TP, H, HPG, NSEG, S, i % 2, i // 2 % NSEG, i // 2 // NSEG, BATCH * H, zero_int, HAS_DOC,
-        )  # fmt: skip
+    spare += gl.program_id(0).to(gl.int64) * (S // 16 * STATE_WORDS)
+    for i in range(gl.program_id(0), NSEG * BATCH * SHARES, gl.num_programs(0)):
+        i_seg = i % NSEG
+        b = i // NSEG % BATCH
+        share = i // NSEG // BATCH
+        p_keys = keys + gl.to_tensor(share).to(gl.int64) * 2 * BATCH * TP * 128
+        for j in range(2 * HEADS * share, 2 * gl.minimum(HEADS * (share + 1), H)):
+            _one_segment(
+                x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, p_keys,
+                changes, flows, dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g,
+                C_b, C_t, C_g, dy_b, dy_t, dy_h, T, TP, H, HPG, NSEG, S, j % 2, i_seg, b, j // 2, BATCH, zero_int,
+                HAS_DOC,
+            )  # fmt: skip

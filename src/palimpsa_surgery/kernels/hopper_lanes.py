@@ -60,10 +60,10 @@ def load1(address):
 
 
 @jit
-def load2_bits(address):
-    """Two words from shared memory as int32."""
+def load2(address):
+    """Two float32 words from shared memory."""
     return gl.inline_asm_elementwise(
-        "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [address], (gl.int32, gl.int32), is_pure=False, pack=1
+        "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [address], (gl.float32, gl.float32), is_pure=False, pack=1
     )
 
 
@@ -140,6 +140,24 @@ def store_global4(pointer, v):
     gl.inline_asm_elementwise(
         "st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,f,f,f,f",
         [pointer.to(gl.int64), v[0], v[1], v[2], v[3]], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def add_global4(pointer, v):
+    """Add four float32 to those in global memory."""
+    gl.inline_asm_elementwise(
+        "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,f,f,f,f",
+        [pointer.to(gl.int64), v[0], v[1], v[2], v[3]], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def add_global(pointer, v):
+    """Add to a float32 in global memory: nothing waits for it. A thread's own additions come in their order."""
+    gl.inline_asm_elementwise(
+        "red.global.add.f32 [$1], $2; mov.u32 $0, 0;", "=r,l,f", [pointer.to(gl.int64), v], gl.int32, is_pure=False,
+        pack=1,
     )  # fmt: skip
 
 

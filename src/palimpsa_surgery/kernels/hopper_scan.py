@@ -30,9 +30,9 @@ WRITTEN_TOKENS = 32  # of a program of `largest_written`
 CARRY_TOKENS = 64
 CARRY_KEYS = 64
 PROGRAMS = 2  # of the gradient kernel on a multiprocessor: what its registers and its shared memory have room for
-# Temporary tensors of the backward pass: states and adjoints
-STATE_COPIES = 2
-ROW_VALUES = 2 * HALVES  # rows: float32 values for each token and value row
+# float32 values for each token and head that a launch takes, beside states, adjoints and rows
+TOKEN_VALUES = 3 + HALVES * (1 + NUM_WARPS) + 4
+LAUNCH_ROUNDS = 1  # what a launch of all kernels costs, in segments of the gradient kernel
 
 
 @jit
@@ -122,16 +122,36 @@ def _programs(device: torch.device) -> int:
     return PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1)
 
 
-def spare_bytes(device: torch.device) -> int:
-    """Of a launch of the gradient kernel, however many heads it takes."""
-    return _programs(device) * BACKWARD_SEGMENT // BLOCK * STATE_WORDS * 4
+def plan(batch: int, time: int, heads: int, device: torch.device, workspace: int) -> tuple[int, int]:
+    """Of one group's heads, how many a launch of the backward pass takes, and how many shares of them.
+
+    A program of the gradient kernel takes one share's heads one after the other and adds up their dB and dC, so more
+    shares take more memory. What counts is when the last program ends.
+    """
+    programs, segments = _programs(device), triton.cdiv(time, BACKWARD_SEGMENT)
+    padded = segments * BACKWARD_SEGMENT
+    spare = programs * BACKWARD_SEGMENT // BLOCK * STATE_WORDS * 4
+    share = 2 * 4 * batch * padded * STATE_SIZE
+    states = 2 * 2 * 4 * HEAD_DIM * STATE_SIZE * (segments + 1)
+    a_head = batch * (states + padded * 4 * (2 * HEAD_DIM + TOKEN_VALUES))
+    found = []
+    for shares in range(1, heads + 1):
+        room = max(1, (workspace - spare - shares * share) // a_head)
+        launches = triton.cdiv(heads, max(room, shares))
+        step = triton.cdiv(heads, launches)
+        rounds = HALVES * triton.cdiv(segments * batch * shares, programs) * triton.cdiv(step, shares)
+        found.append((launches * (rounds + LAUNCH_ROUNDS), shares, step))
+        if room < shares:
+            break
+    _, shares, step = min(found)
+    return step, shares
 
 
-def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment):
+def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, keys, segment):
     """Steps 4 and 5 for heads of one group: what each segment's own tokens cause.
 
-    Slot k of adjoints becomes the adjoint of segment k's start. Returns dB and dC `[2, b, h, segments S, n]`, and what
-    `carry_gradients` needs: what the kernel leaves in `rows`, `changes`, `flows` and `dprior`.
+    Slot k of adjoints becomes the adjoint of segment k's start. dB and dC are added to keys `[shares, 2, b, segments S,
+    n]`. Returns what `carry_gradients` needs: what the kernel leaves in `rows`, `changes`, `flows` and `dprior`.
     """
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], adjoints.shape[2] - 1
@@ -150,27 +170,28 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
         dt, to_M, to_I, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,
         S=segment, HAS_DOC=doc is not None, LIMIT=GROWTH, LIMIT_M=GROWTH_OF_M, num_warps=1,
     )  # fmt: skip
-    rows = x.new_empty(batch, heads, 2, HALVES, padded, head_dim, dtype=torch.float32)
-    keys = x.new_empty(2, batch, heads, padded, state_size, dtype=torch.bfloat16)
+    rows = x.new_empty(batch, heads, 2, padded, head_dim, dtype=torch.float32)
     changes = x.new_empty(HALVES, batch, heads, padded, dtype=torch.float32)
     flows = x.new_empty(HALVES, batch, heads, padded, NUM_WARPS, dtype=torch.float32)
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
-    programs = _programs(x.device)
+    shares = keys.shape[0]
+    programs = min(_programs(x.device), segments * batch * shares)
     spare = x.new_empty(programs, segment // BLOCK, STATE_WORDS, dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
-    segment_gradients_kernel[(min(programs, HALVES * segments * batch * heads),)](
+    segment_gradients_kernel[(programs,)](
         x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, states, spare, adjoints,
-        rows, keys.view(torch.int32), changes, flows, dprior,
+        rows, keys, changes, flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
-        time, padded, batch, heads, heads, segments, segment, HAS_DOC=doc is not None, num_warps=NUM_WARPS,
+        time, padded, batch, heads, heads, segments, segment, shares, triton.cdiv(heads, shares),
+        HAS_DOC=doc is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return keys, (rows, changes, flows, dprior)
+    return rows, changes, flows, dprior
 
 
 def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, dB, dx, ddt, dbeta, segment, dot_types):
     """Step 6, adjoints passed on: what the adjoint after segment k, slot k + 1, adds to what its `own` tokens cause.
 
-    Writes dx, ddt and dbeta and adds to dB `[b, t, n]`; returns dA and dprior `[2, h]`.
+    Writes dx, ddt and dbeta and adds to dB `[b, segments S, n]`; returns dA and dprior `[2, h]`.
     """
     batch, time, heads, head_dim = x.shape
     state_size, segments = B.shape[3], decay.shape[2]

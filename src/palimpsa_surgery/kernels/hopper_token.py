@@ -2,17 +2,18 @@
 
 from .hopper_block import KEY_PARTS_AT, PRIORS_AT, ROW_SUMS_AT, TOKEN_SUMS
 from .hopper_lanes import (
+    add_global,
+    add_global4,
     from_lane,
     gl,
     jit,
     load1,
+    load2,
     load4,
-    pack,
     reciprocal,
     scaled,
     store1,
     store4,
-    store_global2,
     store_global4,
     warp_barrier,
 )
@@ -53,8 +54,8 @@ def _row(M, I, E, J, C, B, S, dy, v, u, dq, sums):
 
 @jit
 def _place_of_key_sums(a_sums, lane):
-    """Of dC or dB of four keys, which eight lanes have parts of, the first of four parts; lane ^ 8 has the others."""
-    return a_sums + (KEY_PARTS_AT + ((lane >> 3) & 1) * 768 + (lane & 7) * 16)
+    """Of two keys of four of dC or dB, which eight lanes have parts of, the first of four; lane ^ 8 has the others."""
+    return a_sums + (KEY_PARTS_AT + ((lane >> 3) & 1) * 768 + (lane & 7) * 16 + (lane >> 4) * 8)
 
 
 @jit
@@ -75,17 +76,22 @@ def _total(parts):
 
 
 @jit
-def _put_key_sums(parts, pointer, lane):
-    """Four lanes have the same sum, and all of them store it."""
-    total = _total(parts)
-    other = lane ^ 8
-    total = (
-        total[0] + from_lane(total[0], other),
-        total[1] + from_lane(total[1], other),
-        total[2] + from_lane(total[2], other),
-        total[3] + from_lane(total[3], other),
-    )
-    store_global2(pointer, pack(total[0], total[1]), pack(total[2], total[3]))
+def _load_key_sums(a):
+    """Sums of four parts of two keys."""
+    p0 = load2(a)
+    p1 = load2(a + 192)
+    p2 = load2(a + 384)
+    p3 = load2(a + 576)
+    return (p0[0] + p1[0]) + (p2[0] + p3[0]), (p0[1] + p1[1]) + (p2[1] + p3[1])
+
+
+@jit
+def _add_key_sums(sums, pointer, lane, condition):
+    """Add what two lanes have of two keys, one key by each; zero where the condition does not hold."""
+    second = ((lane >> 3) & 1) != 0
+    own = gl.where(second, sums[1], sums[0])
+    total = own + from_lane(gl.where(second, sums[0], sums[1]), lane ^ 8)
+    add_global(pointer, gl.where(condition, total, 0.0))
 
 
 @jit
@@ -124,7 +130,7 @@ def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, not
     a_rows = a_rows + t * 768
     a_out = a_sums + ((lane & 3) * 544 + (lane >> 2) * 16)
     a_keys_out = a_sums + (KEY_PARTS_AT + (lane >> 2) * 192 + (lane & 3) * 16)
-    after = (t + 1) & 15  # of the block's last token, the first one's place, which is written again
+    after = (t + 1) & 15  # of the block's last token none: its sums, of nothing, go where the first one's will
     zero = (lane * 0).to(gl.float32)
     zeros = (zero, zero, zero, zero)
     sums = (zeros, zeros, zeros, zero)
@@ -136,14 +142,14 @@ def token(M, I, E, J, t, base, a_rows, a_keys, a_scales, p_keys, warp, lane, not
     dq = load1(a_scales + 2048 + t * 4)
     M0, I0, E0, J0, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 0)
     row_sums = _load_parts(_once_known(a_sums + lane * 16, J0[2][0], nothing), 544)
-    key_sums = _load_parts(_once_known(_place_of_key_sums(a_sums, lane), J0[3][3], nothing), 192)
+    key_sums = _load_key_sums(_once_known(_place_of_key_sums(a_sums, lane), J0[3][3], nothing))
     warp_barrier()
     store4(base + ROW_SUMS_AT + after * 2048 + warp * 512 + lane * 16, _total(row_sums))
     store4(a_out, dv)
     store4(a_out + 256, du)
     rows = _load_rows(a_rows + 16)
     M1, I1, E1, J1, sums, dv, du = _half(M, I, E, J, C, B, S, dq, sums, rows, 1)
-    _put_key_sums(key_sums, p_keys + after * 64, lane)
+    _add_key_sums(key_sums, p_keys + after * 128, lane, after != 0)
     store4(a_out + 128, dv)
     store4(a_out + 384, du)
     dC, dB, G, z = sums
@@ -166,7 +172,7 @@ def last_token(base, p_keys, warp, lane):
     warp_barrier()
     a_sums = base + warp * TOKEN_SUMS
     store4(base + ROW_SUMS_AT + warp * 512 + lane * 16, _total(_load_parts(a_sums + lane * 16, 544)))
-    _put_key_sums(_load_parts(_place_of_key_sums(a_sums, lane), 192), p_keys, lane)
+    _add_key_sums(_load_key_sums(_place_of_key_sums(a_sums, lane)), p_keys, lane, lane >= 0)
 
 
 @jit
@@ -193,8 +199,11 @@ def _four_sums_of_warp(a, b, c, d, lane):
 
 
 @jit
-def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, dprior):
-    """Sums over warps, of four tokens by each: d v, d beta and the changes of d log alpha; returns dprior with -Z_I."""
+def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, half, dprior):
+    """Sums over warps, of four tokens by each: d v, d beta and the changes of d log alpha; returns dprior with -Z_I.
+
+    Those of the second half of the keys are added to the first's.
+    """
     s = lane >> 3  # d v of rows 0 to 3 and 4 to 7 of eight, and d beta
     g = lane & 7
     sign = gl.where(s < 2, 1.0, -1.0)
@@ -208,15 +217,22 @@ def add_up(base, a_rows, a_scales, warp, lane, prior, p_rows, p_changes, TP, dpr
         parts = (load4(a), load4(a + 512), load4(a + 1024), load4(a + 1536))
         loaded += ((parts, load4(a_rows + i * 3072), load1(a_scales + i * 16), load4(a_priors + i * 2048)),)
     changes = ()
+    totals = ()
     for i in gl.static_range(4):
         parts, operand, r, z = loaded[i]
         total = scaled(_total(parts), sign)
         z = r * ((z[0] + z[1]) + (z[2] + z[3]))
         change = total[0] * operand[0] + total[1] * operand[1] + total[2] * operand[2] + total[3] * operand[3]
         changes += (change - prior * z,)
-        p = p_rows + ((s >> 1).to(gl.int64) * 128 * TP + ((4 * i + warp) * 64 + g * 8 + (s & 1) * 4))
-        store_global4(p, scaled(total, r))
+        totals += (scaled(total, r),)
         dprior = dprior + z
+    p = p_rows + ((s >> 1).to(gl.int64) * 64 * TP + (warp * 64 + g * 8 + (s & 1) * 4))
+    for _ in range(1 - half):
+        for i in gl.static_range(4):
+            store_global4(p + 256 * i, totals[i])
+    for _ in range(half):
+        for i in gl.static_range(4):
+            add_global4(p + 256 * i, totals[i])
     change = _four_sums_of_warp(changes[0], changes[1], changes[2], changes[3], lane)
     gl.store(p_changes + (4 * s + warp), change, mask=g == 0)
     return dprior

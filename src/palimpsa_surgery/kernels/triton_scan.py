@@ -44,13 +44,11 @@ from torch import Tensor
 
 from .decay import document_numbers
 from .hopper_scan import BACKWARD_SEGMENT as TUNED_SEGMENT
-from .hopper_scan import ROW_VALUES as TUNED_ROW_VALUES
-from .hopper_scan import STATE_COPIES as TUNED_STATE_COPIES
 from .hopper_scan import carry_gradients as tuned_carry_gradients
 from .hopper_scan import fits as tuned_fits
+from .hopper_scan import plan as tuned_plan
 from .hopper_scan import read_out as tuned_read_out
 from .hopper_scan import segment_gradients as tuned_segment_gradients
-from .hopper_scan import spare_bytes as tuned_spare_bytes
 from .triton_backward import reduce_heads, reduce_rows, segment_adjoints, segment_gradients, skip_backward
 from .triton_forward import pass_states, read_out, segment_states
 from .triton_jit import NAMESPACE, tl, triton
@@ -185,7 +183,7 @@ def _backward_heads(
         adjoints[:, :, -1].copy_(dfinal[:, heads])
     flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
     if tuned:
-        keys, own = tuned_segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, segment)
+        own = tuned_segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dkeys, segment)
     else:
         BP = 8
         segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
@@ -198,18 +196,15 @@ def _backward_heads(
     if dinitial is not None:
         dinitial[:, heads].copy_(adjoints[:, :, 0])
     outputs = (dx, ddt, dbeta, segment)
-    if not tuned:
-        keys, scalars = _gradients_portable(
-            x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, *outputs, dvar, flags
+    if tuned:
+        return tuned_carry_gradients(
+            x, dt, A, B, beta, doc, states, adjoints, decay, own, dkeys[0, 0], *outputs, _dot_types(x)
         )
+    keys, scalars = _gradients_portable(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, *outputs, dvar, flags)
     part_size, size, block = keys[0, 0, 0].numel(), dkeys[0, 0].numel(), 1024
     reduce_heads[(triton.cdiv(size, block), batch, 2)](
         keys, dkeys, n_heads, part_size, size, BLOCK=block, FIRST=first, num_warps=4
     )
-    if tuned:
-        scalars = tuned_carry_gradients(
-            x, dt, A, B, beta, doc, states, adjoints, decay, own, dkeys[0], *outputs, _dot_types(x)
-        )
     return scalars
 
 
@@ -244,6 +239,15 @@ def _gradients_portable(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints
     return keys, torch.stack((dA_part.sum((0, 2)), dprior_part.sum((0, 1, 3))))
 
 
+def _heads_at_a_time(batch, time, heads, head_dim, state_size, element_size) -> int:
+    """Of one group, by bytes of temporary tensors: states, adjoints, scratch; transposed copies; partial results."""
+    state_bytes = 3 * 2 * 4 * head_dim * state_size * (triton.cdiv(time, BACKWARD_SEGMENT) + 1)
+    row_bytes = 4 * time * head_dim * (3 * element_size / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK))
+    a_head = batch * int(state_bytes + row_bytes + 2 * 4 * time * state_size)
+    launches = triton.cdiv(heads, max(1, min(WORKSPACE_BYTES // a_head, MAX_GRID // batch)))
+    return triton.cdiv(heads, launches)
+
+
 def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, dvar):
     batch, time, heads, head_dim = x.shape
     groups, state_size = B.shape[2:]
@@ -254,22 +258,19 @@ def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, 
     tuned = dvar is None and USE_TUNED and tuned_fits(x, beta, B)
     segment = TUNED_SEGMENT if tuned else BACKWARD_SEGMENT
     dy = dy if dy.stride(-1) == 1 and dy.stride(1) <= MAX_STRIDE else dy.contiguous()
-    # bytes of temporary tensors for each head: states, adjoints, scratch; transposed copies; partial results
-    copies = TUNED_STATE_COPIES if tuned else 3
-    segments = triton.cdiv(time, segment)
-    padded = segments * segment if tuned else time
-    state_bytes = copies * 2 * 4 * head_dim * state_size * (segments + 1)
-    row_values = TUNED_ROW_VALUES if tuned else 3 * x.element_size() / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK)
-    row_bytes = int(4 * padded * head_dim * row_values)
-    key_bytes = 2 * (2 if tuned else 4) * padded * state_size
-    per_head = batch * (state_bytes + row_bytes + key_bytes)
-    fixed = tuned_spare_bytes(x.device) if tuned else 0
     heads_per_group = heads // groups
-    launches = triton.cdiv(heads_per_group, max(1, min((WORKSPACE_BYTES - fixed) // per_head, MAX_GRID // batch)))
-    step = triton.cdiv(heads_per_group, launches)
+    if tuned:
+        step, shares = tuned_plan(batch, time, heads_per_group, x.device, WORKSPACE_BYTES)
+    else:
+        step = _heads_at_a_time(batch, time, heads_per_group, head_dim, state_size, x.element_size())
+    step = min(step, MAX_GRID // batch)
     scalars = []
     for g in range(groups):
-        dkeys = torch.empty(2, batch, time, state_size, dtype=torch.float32, device=x.device)
+        if tuned:
+            padded = triton.cdiv(time, segment) * segment
+            dkeys = torch.zeros(shares, 2, batch, padded, state_size, dtype=torch.float32, device=x.device)
+        else:
+            dkeys = torch.empty(2, batch, time, state_size, dtype=torch.float32, device=x.device)
         end = (g + 1) * heads_per_group
         for h0 in range(g * heads_per_group, end, step):
             gradients = (dx, ddt, dkeys, dbeta, dinitial)
@@ -280,6 +281,8 @@ def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, 
                     segment=segment,
                 )
             ]  # fmt: skip
+        if tuned:
+            dkeys = (dkeys[0] if shares == 1 else dkeys.sum(0))[:, :, :time]
         dB[:, :, g], dC[:, :, g] = dkeys
     dA, dprior = (torch.cat([v[i] for v in scalars]) for i in range(2))
     return dx, ddt, dA, dB, dC, dbeta, dprior, None if D is None else _skip_backward(x, dy, D, dx), dinitial
