@@ -1,9 +1,9 @@
-"""The kernels around the gradient kernel for Hopper against what they are by definition, in float64."""
+"""The kernels around the gradient kernel for Hopper, and the states it goes back from, against their definitions."""
 
 import torch
 
 from helpers import assert_close
-from palimpsa_surgery.kernels import hopper_scan, hopper_spans
+from palimpsa_surgery.kernels import hopper_scan, hopper_spans, triton_scan
 from palimpsa_surgery.kernels.decay import document_numbers
 from palimpsa_surgery.kernels.hopper_gradients import HALVES, NUM_WARPS
 from palimpsa_surgery.kernels.triton_jit import tl
@@ -24,11 +24,17 @@ SEGMENT = 64
 
 
 class Spans:
-    """Stands in for the gradient kernel and keeps what it is given: scales, factors, parts and anchors."""
+    """Stands in for the gradient kernel: keeps its scales, factors and parts and, where it runs one, the anchors."""
+
+    def __init__(self, kernel):
+        self.kernel, self.spare = kernel, None
 
     def __getitem__(self, grid):
-        def launch(*arguments, **_):
-            self.found = arguments[9:13]
+        def launch(*arguments, **options):
+            self.found = arguments[9:12]
+            if self.kernel:
+                self.kernel[grid](*arguments, **options)
+                self.spare = arguments[13]
 
         return launch
 
@@ -46,7 +52,7 @@ def decay_of_tokens(data: Data, log_alpha):
     return alpha
 
 
-def loop(data: Data, states, v, beta, B, log_alpha):
+def loop(data: Data, states, v, beta, B, squares, log_alpha):
     """From each segment's starting state, the states before and after every block of 16 tokens, and after segments."""
     time = v.shape[1]
     alpha = decay_of_tokens(data, log_alpha)
@@ -56,7 +62,7 @@ def loop(data: Data, states, v, beta, B, log_alpha):
             state = states[:, :, t // SEGMENT]
         if t % hopper_scan.BLOCK == 0:
             before.append(state)
-        added = torch.stack((v[:, t, ..., None] * B[:, t, :, None], beta[:, t, ..., None] * B[:, t, :, None] ** 2), 2)
+        added = torch.stack((v[:, t, ..., None] * B[:, t, :, None], beta[:, t, ..., None] * squares[:, t, :, None]), 2)
         state = alpha[:, t, :, None, None, None] * state + added
         if t % hopper_scan.BLOCK == hopper_scan.BLOCK - 1 or t == time - 1:
             after.append(state)
@@ -71,12 +77,30 @@ def decays(data: Data, log_alpha):
     return torch.stack([v.prod(1) for v in alpha.split(SEGMENT, 1)], 2)
 
 
-def check_spans(found, data: Data, before, after, magnitudes, alpha, prior) -> None:
-    """Anchors, the states they are of by the exact loop, and that nothing outgrows what it must not."""
-    scales, factors, parts, anchors = found
+def as_kept(found, given, squares) -> tuple[torch.Tensor, ...]:
+    """What going back takes away, in float64: v and beta [b, t, h, p], cut times 1 / c, and B² rounded."""
+    time = given["x"].shape[1]
+    r = found[0][:, :, :time].transpose(1, 2)
+    scaled = (given["x"].float() * (given["dt"] * r)[..., None], given["beta"].float() * r[..., None])
+    cut = ((v.contiguous().view(torch.int32) & -256).view(torch.float32).double() for v in scaled)
+    v, beta = (torch.where(r[..., None] > 0, v / r[..., None].double(), 0.0) for v in cut)
+    return v, beta, squares.bfloat16().double()
+
+
+def anchors_of(spare, blocks: int, batch: int, heads: int) -> torch.Tensor:
+    """[b, h, blocks, 2, p, n] of what the gradient kernel leaves, each program of one head."""
+    segments = -(-blocks * hopper_scan.BLOCK // SEGMENT)
+    spare = spare[: heads * batch * segments].double()
+    # head, batch, segment, half, block, state, row of a thread, warp, g, c, key of a thread
+    spare = spare.view(heads, batch, segments, HALVES, -1, 2, 8, NUM_WARPS, 8, 4, 4)
+    anchors = spare.permute(1, 0, 2, 4, 5, 8, 6, 3, 7, 9, 10).flatten(7).flatten(5, 6)
+    return anchors.flatten(2, 3)[:, :, :blocks]
+
+
+def check_spans(found, before, after, alpha, prior) -> None:
+    """That spans are what they say, and that nothing outgrows what it must not."""
+    scales, factors, parts = found
     blocks = before.shape[2]
-    anchors = anchors.double()[:, :, :blocks].permute(0, 1, 2, 4, 3, 6, 5)  # of 16 keys, a thread's four lie four apart
-    anchors = anchors.unflatten(-1, (-1, 4, 4)).transpose(-1, -2).reshape(before.shape)
     scales = scales.double()[:, :, : blocks * hopper_scan.BLOCK].unflatten(2, (blocks, -1))
     parts, factors = parts[:, :, :blocks], factors.double()[:, :, :blocks]
     first = alpha[:, :: hopper_scan.BLOCK].transpose(1, 2)
@@ -98,22 +122,29 @@ def check_spans(found, data: Data, before, after, magnitudes, alpha, prior) -> N
         end = (prior[:, None, None] + after[:, :, j, 1]) / c[:, :, j, None, None]
         fits = (end <= 1.01 * hopper_spans.GROWTH * start) | ~important[:, :, j * hopper_scan.BLOCK // SEGMENT]
         assert fits[ends[:, :, j]].all(), "I outgrows its span's start"
-    # M / c and I / c after a span, M and Ibar with the decay of the first token before a block in parts
+
+
+def check_anchors(anchors, found, before, after, magnitudes, alpha, prior) -> None:
+    """M / c and I / c after a span, M and Ibar with the decay of the first token before a block in parts."""
+    scales, _, parts = found
+    blocks = before.shape[2]
+    parts = parts[:, :, :blocks]
+    split, ends = parts > 1, parts == 1
+    first = alpha[:, :: hopper_scan.BLOCK].transpose(1, 2)
+    c = 1 / scales.double()[:, :, hopper_scan.BLOCK - 1 : blocks * hopper_scan.BLOCK : hopper_scan.BLOCK]
     with_prior = torch.stack((torch.zeros_like(prior), prior), 1)[:, None, :, None, None]  # [h, 1, 2, 1, 1]
     for chosen, expected, size, scale in (
         (ends, after + with_prior, magnitudes[1] + with_prior, c),
         (split, before * first[..., None, None, None], magnitudes[0], torch.ones_like(c)),
     ):
         error = (anchors * scale[..., None, None, None] - expected).abs()[chosen]
-        size = size[chosen]
-        assert (error[:, 0] <= 1e-5 * size[:, 0]).all(), "anchors of M"
-        assert (error[:, 1] <= 2**-7 * size[:, 1]).all(), "anchors of I, for which B² is rounded"
+        assert (error <= 1e-5 * size[chosen]).all(), "anchors"
 
 
-def check(case: Case, dot, tolerance: float, device: str = "cpu") -> None:
-    """By autograd: anchors, and what random adjoints after the segments add to random gradients.
+def check(case: Case, dot, tolerance: float, device: str = "cpu", kernel=None) -> None:
+    """By autograd: spans, and what random adjoints after the segments add to random gradients.
 
-    `dot`: Triton's type of the products' operands.
+    `dot`: Triton's type of the products' operands. `kernel`: the gradient kernel, whose anchors are checked too.
     """
     everything = make(case, device)
     dot_types = {"DOT": dot, "PRECISION": "ieee"}
@@ -124,14 +155,14 @@ def check(case: Case, dot, tolerance: float, device: str = "cpu") -> None:
         a = everything.arguments
         given = {name: a[name][:, :, heads] for name in ("x", "dt", "beta")} | {"A": a["A"][heads]}
         given["B"] = a["B"][:, :, group : group + 1]
-        parts = check_heads(given, a["C"][:, :, :1], everything, doc, dot_types, tolerance)
+        parts = check_heads(given, a["C"][:, :, :1], everything, doc, dot_types, tolerance, kernel)
         if case.extreme in ("decay", "large B"):
             assert (parts > 1).any(), "no block in parts"
         if not (case.extreme or case.documents) and case.time > SEGMENT:
             assert (parts == 0).any(), "no span longer than a block"
 
 
-def check_heads(given, C, data: Data, doc, dot_types, tolerance) -> torch.Tensor:
+def check_heads(given, C, data: Data, doc, dot_types, tolerance, kernel) -> torch.Tensor:
     """Returns the blocks' parts."""
     x, dt, A, B, beta = (given[name] for name in ("x", "dt", "A", "B", "beta"))
     batch, time, heads, head_dim = x.shape
@@ -146,25 +177,39 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance) -> torch.Tensor
     exact["v"] = exact["dt"][..., None] * exact["x"]
     leaves = [exact[name].detach().requires_grad_() for name in ("v", "beta", "B", "log_alpha")]
     v, u, keys, log_alpha = leaves
-    before, after, ends = loop(data, states.double(), v, u, keys.expand(-1, -1, heads, -1), log_alpha)
+    keys = keys.expand(-1, -1, heads, -1)
+    before, after, ends = loop(data, states.double(), v, u, keys, keys**2, log_alpha)
     dv, du, dB, dlog = torch.autograd.grad((ends * adjoints[:, :, 1:].double()).sum(), leaves)
-    magnitudes = loop(data, states.double().abs(), v.abs(), u.abs(), keys.abs().expand(-1, -1, heads, -1), log_alpha)
 
-    kernel, hopper_scan.segment_gradients_kernel = hopper_scan.segment_gradients_kernel, Spans()
+    largest = torch.full((2, batch, heads, padded), float("nan"), device=device)
+    triton_scan._states(x, dt, A, B, beta, None, doc, SEGMENT, heads, largest)
+    stand_in, real = Spans(kernel), hopper_scan.segment_gradients_kernel
+    hopper_scan.segment_gradients_kernel = stand_in
     try:
-        hopper_scan.segment_gradients(x, dt, A, B, C, beta, A, doc, x, states, adjoints, SEGMENT, dot_types)
-        found = hopper_scan.segment_gradients_kernel.found
+        added = torch.zeros(heads, 2, batch, padded, B.shape[3], device=device)
+        given_adjoints = adjoints.clone()
+        hopper_scan.segment_gradients(x, dt, A, B, C, beta, A, doc, x, largest, states, given_adjoints, added, SEGMENT)
     finally:
-        hopper_scan.segment_gradients_kernel = kernel
-    found_parts = found[2]
+        hopper_scan.segment_gradients_kernel = real
+    found_parts = stand_in.found[2]
     with torch.no_grad():
-        check_spans(found, data, before, after, magnitudes, decay_of_tokens(data, log_alpha), A.double())
+        most = keys.abs().amax(-1)
+        expected = torch.stack((exact["x"].abs().amax(-1) * most, exact["beta"].abs().amax(-1) * most**2))
+        assert_close(largest[..., :time], expected.permute(0, 1, 3, 2), 1e-6, "largest")
+        alpha = decay_of_tokens(data, log_alpha)
+        check_spans(stand_in.found, before, after, alpha, A.double())
+        if kernel:
+            kept = as_kept(stand_in.found, given, keys**2)
+            before, after, _ = loop(data, states.double(), *kept[:2], keys, kept[2], log_alpha)
+            absolute = (w.abs() for w in (states.double(), v, u, keys, keys**2))
+            magnitudes = loop(data, *absolute, log_alpha)
+            anchors = anchors_of(stand_in.spare, before.shape[2], batch, heads)
+            check_anchors(anchors, stand_in.found, before, after, magnitudes, alpha, A.double())
 
-    # what the segments' own tokens cause by each half of the keys, and NaN where there are none
-    own = normal(2, HALVES, batch, time, heads, head_dim, seed=2).to(device)
-    rows = torch.full((batch, heads, 2, HALVES, padded, head_dim), float("nan"), device=device)
-    rows[..., :time, :] = own.permute(2, 4, 0, 1, 3, 5)
-    own = own.sum(1)
+    # what the segments' own tokens cause, and NaN where there are none
+    own = normal(2, batch, time, heads, head_dim, seed=2).to(device)
+    rows = torch.full((batch, heads, 2, padded, head_dim), float("nan"), device=device)
+    rows[..., :time, :] = own.permute(1, 3, 0, 2, 4)
     changes = torch.full((HALVES, batch, heads, padded), float("nan"), device=device)
     changes[..., :time] = normal(HALVES, batch, heads, time, seed=3).to(device)
     # each half of the keys knows d log alpha at other tokens; it is positive, so that dA does not cancel
@@ -174,7 +219,7 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance) -> torch.Tensor
         found = normal(batch, heads, int(known[half].sum()), NUM_WARPS, seed=6 + half).abs().to(device)
         flows[half, :, :, :time][:, :, known[half]] = found
     dprior = normal(HALVES, batch, heads, segments, NUM_WARPS, seed=4).to(device)
-    total = normal(batch, time, B.shape[3], seed=5).to(device)
+    total = normal(batch, padded, B.shape[3], seed=5).to(device)
     total_before = total.double()
     dx, dbeta = (torch.full(x.shape, float("nan"), device=device) for _ in range(2))
     ddt = torch.full(dt.shape, float("nan"), device=device)
@@ -186,7 +231,8 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance) -> torch.Tensor
     dv += own[0]
     assert_close(dx, exact["dt"][..., None] * dv, tolerance, "dx")
     assert_close(dbeta, du + own[1], tolerance, "dbeta")
-    assert_close(total.double(), total_before + dB[:, :, 0], tolerance, "dB")
+    assert_close(total.double()[:, :time], total_before[:, :time] + dB[:, :, 0], tolerance, "dB")
+    assert torch.equal(total.double()[:, time:], total_before[:, time:])
     for half in range(HALVES):
         value = None
         for t in range(time):

@@ -86,8 +86,8 @@ def emulate(
     Args:
         dtype: type to round to; None rounds nothing, so that the result is the recurrence's own.
         tuned: round what the Hopper kernels round: B² in the backward pass, states by taking back what tokens wrote in
-            float32, dB and dC of each head, and what products take that make the states at segments' starts and add
-            what the adjoint after a segment causes.
+            float32, and what products take that make the states at segments' starts and add what the adjoint after a
+            segment causes.
         segment: tokens of such a segment, a multiple of a sub-chunk's.
 
     Returns:
@@ -200,7 +200,6 @@ def emulate(
         Z_I = -Z * mean - dvar[:, :, now, :, None] * (query[..., None, :] * inverse).square()
         dC[:, :, now] = torch.einsum("bhtp,bhtpn->bhtn", dy[:, :, now], mean)
         dC[:, :, now] += 2 * query * torch.einsum("bhtp,bhtpn->bhtn", dvar[:, :, now], inverse)
-        dC[:, :, now] = r_tuned(dC[:, :, now])
         dprior += Z_I.sum((0, 2, 3, 4))
         # Sums over the spans of one state; then [b, h, s, t] spans, [b, h, t] from the start, [b, h, s] to the end.
         dwritten, dkey = [], []
@@ -220,7 +219,7 @@ def emulate(
             E[i] = start[..., 0, None, None] * total[:, :, 0]
             dwritten.append(Q.sum(-1).transpose(-1, -2) + leaving)
         dvalue[:, :, now], dbeta[:, :, now] = dwritten
-        dB[:, :, now] = r_tuned(dkey[0] + 2 * B[:, :, now] * dkey[1])
+        dB[:, :, now] = dkey[0] + 2 * B[:, :, now] * dkey[1]
         if tuned and now.start % segment == 0:
             whole = slice(now.start, min(now.start + segment, time))
             carry(whole, state)

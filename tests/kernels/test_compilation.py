@@ -11,6 +11,7 @@ from palimpsa_surgery.kernels import (
     hopper_scan,
     hopper_spans,
     triton_conv,
+    triton_forward,
     triton_norm,
     triton_scan,
 )
@@ -63,7 +64,8 @@ def test_other_lengths_and_heads_compile_nothing_anew(tuned, launched, monkeypat
         triton_scan._backward(x, dt, A, B, C, beta, I_prior, D, None, None, data.dy[:, :time], None, None)
     found = launched()
     assert len(found) >= 7
-    twice = ("pass_states", "reduce_heads")  # forwards and backwards; the first heads and those that follow
+    # forwards and backwards; the first heads and those that follow
+    twice = ("pass_states", "reduce_heads", *(("segment_states",) if tuned else ()))
     assert found == {name: 2 if name.endswith(twice) else 1 for name in found}
 
 
@@ -163,17 +165,17 @@ def test_norm_compiles_without_a_gpu(gated, capability):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
     types = dict.fromkeys(("dt", "A", "rows", "decay", "states", "adjoints", "dB", "dvx", "w"), "*fp32")
-    types |= dict.fromkeys(("prior", "to_M", "to_I", "scales", "factors", "anchors", "flow", "whole"), "*fp32")
+    types |= dict.fromkeys(("prior", "to_M", "to_I", "largest", "scales", "factors", "flow", "whole"), "*fp32")
     types |= dict.fromkeys(("x", "beta", "B", "dx", "dbeta"), "*bf16")
     types |= {"parts": "*i32", "doc": "*i32" if packed else "*fp32"}
     sizes = {"P": 64, "N": 128}
-    compile_for(90, hopper_spans.largest_written, types, sizes | {"BT": hopper_scan.WRITTEN_TOKENS}, 4)
     constants = {"S": hopper_scan.BACKWARD_SEGMENT, "HAS_DOC": packed}
     constants |= {"LIMIT": hopper_spans.GROWTH, "LIMIT_M": hopper_spans.GROWTH_OF_M}
     compile_for(90, hopper_spans.find_spans, types, constants, 1)
     sizes |= {"DOT": tl.bfloat16, "PRECISION": "tf32"}
-    compile_for(90, hopper_spans.anchor_states, types, sizes | {"BP": hopper_scan.ANCHOR_ROWS}, 2)
     constants = sizes | {"HAS_DOC": packed}
+    tile = dict(zip(("BT", "BP", "BN"), triton_scan.STATE_TILE, strict=True)) | {"x_p": 1, "beta_p": 1}
+    compile_for(90, triton_forward.segment_states, types, constants | tile | {"HAS_LARGEST": True}, 4)
     constants |= {"S": hopper_scan.BACKWARD_SEGMENT, "BT": hopper_scan.CARRY_TOKENS}
     compile_for(90, hopper_carry.carry_rows, types, constants, 4)
     del constants["HAS_DOC"]
@@ -186,11 +188,11 @@ def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_hopper_kernels_compile_without_a_gpu(packed):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
-    types = dict.fromkeys(("x", "beta", "B", "C", "dy", "keys", "y", "parts"), "*i32")
+    types = dict.fromkeys(("x", "beta", "B", "C", "dy", "y", "parts"), "*i32")
     types |= dict.fromkeys(
-        ("dt", "A", "prior", "skip", "states", "adjoints", "rows", "changes", "flows", "dprior"), "*fp32"
+        ("dt", "A", "prior", "skip", "states", "adjoints", "rows", "keys", "changes", "flows", "dprior"), "*fp32"
     )
-    types |= dict.fromkeys(("scales", "factors", "anchors"), "*fp32")
+    types |= dict.fromkeys(("scales", "factors", "spare"), "*fp32")
     types["doc"] = "*i32" if packed else "*fp32"
     constants = {"HAS_DOC": packed}
     compile_for(90, hopper_gradients.segment_gradients, types, constants, hopper_gradients.NUM_WARPS, source)

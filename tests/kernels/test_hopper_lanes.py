@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+import carry_cases
 from lane_machine import load_kernels
 from helpers import assert_close, poisoned
 from palimpsa_surgery.kernels import hopper_scan, triton_scan
@@ -51,7 +52,10 @@ interpreter._convert_float = nearest
 torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
 torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)
 
-{case}
+{check}
+"""
+
+SCAN = """
 expected = differentiate_exactly(palimpsa_scan_reference, data, False)
 names = ("x", "dt", "A", "B", "C", "beta", "I_prior", "D", "initial_state")
 arguments = [data.arguments.get(name) for name in names]
@@ -61,7 +65,7 @@ assert_close(y, expected["y"], 2e-3, "y")
 assert_close(final_state, expected["final_state"], 1e-6, "final_state")
 gradients = triton_scan._backward(*arguments, documents, data.dy, data.dfinal, None)
 # sums over all tokens, rows and keys, which cancel
-tolerances = {{"A": 8e-3, "I_prior": 8e-3}}
+tolerances = {"A": 8e-3, "I_prior": 8e-3}
 for name, gradient in zip(names, gradients, strict=True):
     if gradient is not None:
         assert_close(gradient, expected["d" + name], tolerances.get(name, 3e-3), "d" + name)
@@ -97,10 +101,20 @@ data.arguments["beta"][:, :32] = 0.05
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+CHECKS = {name: case + SCAN for name, case in CASES.items()} | {
+    # of a program for each head
+    "anchors": """
+hopper_scan._programs = lambda device: 64
+case = Case(1, 40, 1, 64, 128, 1, torch.bfloat16, documents=2, extreme="large B")
+carry_cases.check(case, tl.float32, 2e-6, kernel=hopper_scan.segment_gradients_kernel)
+""",
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton for its interpreter")
-def test_scan_and_gradients(case):
-    script = SCRIPT.format(tests=str(Path(__file__).parents[1]), case=CASES[case])
+def test_in_a_process_of_its_own(check):
+    script = SCRIPT.format(tests=str(Path(__file__).parents[1]), check=CHECKS[check])
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]

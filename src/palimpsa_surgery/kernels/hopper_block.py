@@ -14,12 +14,15 @@ from .hopper_lanes import (
     jit,
     load1,
     load4_bits,
+    load_scalar,
     low,
     pack,
     reciprocal,
+    shared_base,
     store1,
     store2_bits,
     store4,
+    uniform,
     upper,
     wait_async,
 )
@@ -37,7 +40,7 @@ ROWS_AT = gl.constexpr(55808)
 KEYS_AT = gl.constexpr(80384)
 PAIRS_AT = gl.constexpr(92672)
 # Before time runs backwards, in place of the sums: what this block and the next write, as `put_written` has it.
-WRITTEN = gl.constexpr(12800)
+WRITTEN = gl.constexpr(17408)
 # x, beta, dy, B and C as they were copied, in the order in which threads take them [5, 128, 4 words]
 RAW_AT = gl.constexpr(96768)
 IDLE_AT = gl.constexpr(107008)  # a word for each thread
@@ -64,18 +67,22 @@ def _copy_keys(a, tid, p, stride, start, steps):
 
 @jit
 def copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, start, steps):
-    """Begin to copy x, beta and B of 16 tokens."""
+    """Begin to copy x, beta and B, of all keys, of 16 tokens; the second half of the keys takes C's place."""
     a = base + RAW_AT + tid * 16
     _copy_rows(a, tid, p_x, x_t, start, steps)
     _copy_rows(a + 2048, tid, p_beta, beta_t, start, steps)
     _copy_keys(a + 6144, tid, p_B, B_t, start, steps)
+    _copy_keys(a + 8192, tid, p_B + 32, B_t, start, steps)
 
 
 @jit
-def copy_read(base, tid, p_dy, p_C, dy_t, C_t, start, steps):
-    """And dy and C."""
+def copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, start, steps):
+    """Begin to copy x, beta, dy, and B and C of half of the keys, of 16 tokens."""
     a = base + RAW_AT + tid * 16
+    _copy_rows(a, tid, p_x, x_t, start, steps)
+    _copy_rows(a + 2048, tid, p_beta, beta_t, start, steps)
     _copy_rows(a + 4096, tid, p_dy, dy_t, start, steps)
+    _copy_keys(a + 6144, tid, p_B, B_t, start, steps)
     _copy_keys(a + 8192, tid, p_C, C_t, start, steps)
 
 
@@ -202,20 +209,26 @@ def _put_transposable(a, raw):
 
 @jit
 def put_written(base, a_operands, a_scales, tid, left):
-    """What 16 tokens write, as operands of products: v and u, of each two parts [2, 2, 512 words], and B and B²."""
+    """What 16 tokens write, as operands of products.
+
+    v and u in two parts each [2, 2, 512 words], and of both halves of the keys B and B² [2, 2, 16, 36 words].
+    """
     wait_async(tid * 0)
     a = base + RAW_AT + tid * 16
     pair = (tid >> 4) * 2
     x = unless_past(load4_bits(a), pair, left)
     u = unless_past(load4_bits(a + 2048), pair, left)
-    b = load4_bits(a + 6144)
+    b0 = load4_bits(a + 6144)
+    b1 = load4_bits(a + 8192)
     a_out = a_operands + _place_of_pairs(tid)
     a_pair = a_scales + pair * 4
     _put_two_parts(a_out, _cut_rows(_rows_of(x, load1(a_pair), load1(a_pair + 4))))
     _put_two_parts(a_out + 4096, _cut_rows(_rows_of(u, load1(a_pair + 1024), load1(a_pair + 1028))))
     a_keys = a_operands + (8192 + (tid >> 3) * 144 + ((tid & 7) >> 1) * 32 + (tid & 1) * 8)
-    _put_transposable(a_keys, b)
-    _put_transposable(a_keys + 2304, _squares(b))
+    _put_transposable(a_keys, b0)
+    _put_transposable(a_keys + 2304, _squares(b0))
+    _put_transposable(a_keys + 4608, b1)
+    _put_transposable(a_keys + 6912, _squares(b1))
 
 
 @jit
@@ -237,6 +250,13 @@ def put_scales(base, p_dt, p_scales, p_factors, p_parts, dt_t, prior, steps, tid
         store1(a, gl.where(token < steps, dt, 0.0) * r)
         store1(a + 1024, r)
         store1(a + 2048, gl.where(first, 0.0, prior * (r - r_before)))
+
+
+@jit
+def parts_of(block):
+    """Of a block of the segment, from shared memory; of one before the first, its own."""
+    address = shared_base(gl.to_tensor(0)) + (SPANS_AT + 64) + gl.maximum(block, 0) * 4
+    return uniform(load_scalar(address).to(gl.int32))
 
 
 @jit

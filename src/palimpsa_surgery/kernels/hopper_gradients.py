@@ -24,16 +24,14 @@ from .hopper_block import (
     SCALES_AT,
     SPANS_AT,
     WORDS,
-    WRITTEN,
-    copy_read,
-    copy_written,
+    copy_block,
     decays,
+    parts_of,
     put_keys,
     put_parts,
     put_rows,
     put_scaled,
     put_scales,
-    put_written,
     scales_of,
 )
 from .hopper_lanes import (
@@ -44,28 +42,19 @@ from .hopper_lanes import (
     highest_bit,
     jit,
     load1,
-    load_scalar,
     reciprocal,
     scaled,
     shared_base,
     store_global4,
     thread_anew,
-    uniform,
     wait_async,
 )
-from .hopper_states import STATE_WORDS, add_written, first_state, load_state, part_state, store_state, times_all
+from .hopper_states import STATE_WORDS, leave_states, load_state, part_state, times_all
 from .hopper_token import add_up, last_token, sum_of_warp, token
 
 HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
 NUM_WARPS = 4  # of 16 keys each
 HALVES = 2  # programs for all keys
-
-
-@jit
-def _parts(block):
-    """Of a block, from shared memory; of one before the first, its own."""
-    address = shared_base(gl.to_tensor(0)) + (SPANS_AT + 64) + gl.maximum(block, 0) * 4
-    return uniform(load_scalar(address).to(gl.int32))
 
 
 @jit
@@ -86,103 +75,42 @@ def _flow(M, I, E, J, prior, keep, lane):
 
 
 @jit
-def _put_state(p, V, sign, N: gl.constexpr):
-    """A lane's elements to [p, n]."""
+def _put_state(p, V, factor):
+    """A lane's elements times a factor to [p, n]."""
     for j in gl.static_range(8):
-        store_global4(p + j * N, scaled(V[j], sign))
+        store_global4(p + j * 128, scaled(V[j], factor))
 
 
 @jit
-def _plus(V, more):
-    """A state's 32 elements and more."""
-    rows = ()
-    for j in gl.static_range(8):
-        rows += ((V[j][0] + more, V[j][1] + more, V[j][2] + more, V[j][3] + more),)
-    return rows
-
-
-@jit
-def _one_segment(
-    x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, keys, changes, flows,
-    dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
-    T, TP, H, HPG, NSEG, S, half, i_seg, b, h, n_b, zero_int, HAS_DOC: gl.constexpr,
+def _back_in_time(
+    p_x, p_dt, p_beta, p_A, p_B, p_C, prior, p_doc, p_dy, p_factors, spare, p_adjoint, p_rows, p_keys, p_changes,
+    p_flows, p_dprior, x_t, dt_t, beta_t, B_t, C_t, dy_t, TP, dB_to_dC, before, n_blocks, steps, nothing, half,
+    zero_int, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
-    """What `segment_gradients` says, of one segment, one head and half of the keys."""
-    N: gl.constexpr = 128
-    P: gl.constexpr = 64
+    """What `segment_gradients` says, of one segment, one head and half of the keys, from the states in `spare`."""
     zero = zero_int.to(gl.float32)
     base = shared_base(zero_int)
     tid = thread_anew(zero_int)
+    last_start = (n_blocks - 1) * 16
+    copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, last_start, steps)
+    # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     lane = tid & 31
     warp = tid >> 5
     g = lane >> 2
     c = lane & 3
-    i_seg = gl.to_tensor(i_seg).to(gl.int64)
-    b = gl.to_tensor(b).to(gl.int64)
-    h = gl.to_tensor(h).to(gl.int64)
-    n_b = gl.to_tensor(n_b).to(gl.int64)
-    i_bh = b * H + h
-    n_bh = n_b * H
-    t0 = i_seg * S
-    steps = gl.minimum(S, T - t0).to(gl.int32)
-    b_prior = gl.load(prior + h)
-    chunk = i_bh * (TP // 16) + i_seg * (S // 16)  # the segment's first block
-    p_x = x + (b * x_b + h * x_h + t0 * x_t)
-    p_beta = beta + (b * beta_b + h * beta_h + t0 * beta_t)
-    p_dy = dy + (b * dy_b + h * dy_h + t0 * dy_t)
-    p_B = B + (b * B_b + (h // HPG) * B_g + t0 * B_t + half * 32)
-    p_C = C + (b * C_b + (h // HPG) * C_g + t0 * C_t + half * 32)
-    p_dt = dt + (b * dt_b + h * dt_h + t0 * dt_t)
-    p_rows = rows + (i_bh * 2 * TP + t0) * P
-    p_keys = keys + ((b * TP + t0) * N + half * 64)
-    p_changes = changes + ((half * n_bh + i_bh) * TP + t0)
-    p_flows = flows + ((half * n_bh + i_bh) * TP + t0) * 4
-    p_factors = factors + chunk
-    p_parts = parts + chunk
-    # a lane has rows 8 g to 8 g + 7 and keys 16 warp + 4 c to 16 warp + 4 c + 3 of the half
     o_key = warp * 16 + c * 4
     # dC or dB of the key that it adds up
-    p_outs = p_keys + (gl.where(((lane >> 2) & 1) == 0, n_b * TP * N, 0) + o_key + (lane >> 4) * 2 + ((lane >> 3) & 1))
+    p_outs = p_keys + (gl.where(((lane >> 2) & 1) == 0, dB_to_dC, 0) + o_key + (lane >> 4) * 2 + ((lane >> 3) & 1))
     a_keys = base + KEYS_AT + warp * 192 + c * 16
-
-    nothing = T >> 31  # zero, which the compiler cannot know
-    n_blocks = gl.cdiv(steps, 16)
     zeros = (zero, zero, zero, zero)
-    last_start = (n_blocks - 1) * 16
-    put_scales(base, p_dt, scales + chunk * 16, p_factors, p_parts, dt_t, b_prior, steps, tid, n_blocks * 16)
-    copy_read(base, tid, p_dy, p_C, dy_t, C_t, last_start, steps)
-    copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, 0, steps)
-    p_s = states + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + g * 8 * N + o_key)
-    M = first_state(p_s, zero, N)
-    I = first_state(p_s + P * N, zero, N)
-    barrier()
-    for i_block in range(n_blocks):
-        start = i_block * 16
-        tid = thread_anew(zero_int)
-        a_operands = base + i_block % 2 * WRITTEN
-        a_scales = base + SCALES_AT + start * 4
-        put_written(base, a_operands, a_scales, tid, steps - start)
-        copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, gl.minimum(start + 16, last_start), steps)
-        b_parts = _parts(i_block)
-        factor = load1(base + SPANS_AT + i_block * 4)
-        p_spare = spare + (i_block * STATE_WORDS + tid * 4)
-        for _ in range(gl.where(b_parts > 1, 1, 0)):
-            store_state(p_spare, M, I, factor, zero)
-            factor = factor * load1(a_scales + 1024)
-        barrier()
-        M, I = add_written(M, I, a_operands, factor, tid >> 5, tid & 31)
-        for _ in range(gl.where((b_parts == 1) & (start < last_start), 1, 0)):
-            store_state(p_spare, M, I, zero + 1.0, b_prior * load1(a_scales + 1084))
-    I = _plus(I, b_prior * load1(base + SCALES_AT + 1084 + last_start * 4))
     E = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     J = E
+    M, I = load_state(spare + ((n_blocks - 1) * STATE_WORDS + tid * 4), E, E, zero_int + 1)
     dprior_sum = zero
-    tid = thread_anew(zero_int)
     put_rows(base, base + ROWS_AT, base + SCALES_AT + last_start * 4, tid, steps - last_start)
     put_keys(base, tid)
     previous = gl.maximum(last_start - 16, 0)
-    copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, previous, steps)
-    copy_read(base, tid, p_dy, p_C, dy_t, C_t, previous, steps)
+    copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, previous, steps)
     barrier()
     for i_block in range(n_blocks):
         start = (n_blocks - 1 - i_block) * 16
@@ -192,7 +120,7 @@ def _one_segment(
         a_spans = base + SPANS_AT + (start >> 2)
         tid = thread_anew(zero_int)  # each warp its own, which it may write again
         gl.store(p_flows + ((start + (tid & 15)) * 4 + (tid >> 5)), zero + float("nan"), mask=(tid & 31) < 16)
-        b_parts = _parts(start >> 4)
+        b_parts = parts_of(start >> 4)
         whole = gl.where(b_parts > 1, 0, 1)
         # the last block of a span
         for _ in range(whole * b_parts):
@@ -202,7 +130,7 @@ def _one_segment(
         for i_token in range(16 * whole):
             M, I, E, J = token(
                 M, I, E, J, 15 - i_token, base, a_rows + g * 32, a_keys, a_scales,
-                p_outs + start * N, warp, lane, nothing,
+                p_outs + start * 128, warp, lane, nothing,
             )  # fmt: skip
         # or a block that is no span, in parts
         for _ in range(1 - whole):
@@ -212,10 +140,8 @@ def _one_segment(
             warp = tid >> 5
             g = lane >> 2
             c = lane & 3
-            p_doc = doc + (b * T + t0)
-            before = gl.maximum(-1, -t0).to(gl.int32)  # the token before the segment, where there is one
-            alpha, d = decays(p_dt, p_doc, dt_t, gl.load(A + h), start, steps, before, t, HAS_DOC)
-            r = put_parts(base, a_scales, alpha, d, b_parts, b_prior, tid)
+            alpha, d = decays(p_dt, p_doc, dt_t, gl.load(p_A), start, steps, before, t, HAS_DOC)
+            r = put_parts(base, a_scales, alpha, d, b_parts, prior, tid)
             put_scaled(base, a_rows, p_x, p_beta, x_t, beta_t, d, r, start, steps, tid)
             last = 15
             for _ in range(count_bits(b_parts)):
@@ -224,7 +150,7 @@ def _one_segment(
                 r_end = from_lane(r, zero_int + last)
                 p_spare = spare + ((start >> 4) * STATE_WORDS + thread_anew(zero_int) * 4)
                 M, I = part_state(
-                    M, I, p_spare, base, v_scales, u_scales, kept, b_prior + zero, b_prior * r_end, warp, lane
+                    M, I, p_spare, base, v_scales, u_scales, kept, prior + zero, prior * r_end, warp, lane
                 )
                 factor = gl.where(zero_int + i_block == 0, 0.0, load1(a_spans + 4))
                 after = gl.where(zero_int + last == 15, factor, from_lane(alpha, zero_int + (last + 1)))
@@ -233,74 +159,121 @@ def _one_segment(
                 for i_token in range(last - first + 1):
                     M, I, E, J = token(
                         M, I, E, J, last - i_token, base, a_rows + g * 32, a_keys, a_scales,
-                        p_outs + start * N, warp, lane, nothing,
+                        p_outs + start * 128, warp, lane, nothing,
                     )  # fmt: skip
                 keep = gl.where(zero_int + first == 0, load1(a_spans), from_lane(alpha, zero_int + first))
-                flow = _flow(M, I, E, J, b_prior + zero, keep, lane)
+                flow = _flow(M, I, E, J, prior + zero, keep, lane)
                 gl.store(p_flows + ((start + first) * 4 + warp), flow, mask=lane == 0)
                 last = first - 1
         # the first block of a span
-        begins = (start == 0) | (_parts((start >> 4) - 1) > 0)
-        for _ in range(gl.where(begins & (_parts(start >> 4) <= 1), 1, 0)):
-            flow = _flow(M, I, E, J, b_prior + zero, load1(a_spans), lane)
+        begins = (start == 0) | (parts_of((start >> 4) - 1) > 0)
+        for _ in range(gl.where(begins & (parts_of(start >> 4) <= 1), 1, 0)):
+            flow = _flow(M, I, E, J, prior + zero, load1(a_spans), lane)
             gl.store(p_flows + (start * 4 + warp), flow, mask=lane == 0)
-        ends = gl.where((start > 0) & (_parts((start >> 4) - 1) == 1), 1, 0) + zero_int
+        ends = gl.where((start > 0) & (parts_of((start >> 4) - 1) == 1), 1, 0) + zero_int
         tid = thread_anew(zero_int)
         M, I = load_state(spare + ((previous >> 4) * STATE_WORDS + tid * 4), M, I, ends)
         a_next = base + ROWS_AT + (i_block + 1) % 2 * 12288
         put_rows(base, a_next, base + SCALES_AT + previous * 4, tid, steps - previous)
-        last_token(base, p_outs + start * N, warp, lane)
+        last_token(base, p_outs + start * 128, warp, lane)
         barrier()
         tid = thread_anew(zero_int)
         dprior_sum = add_up(
-            base, a_rows, a_scales, tid >> 5, tid & 31, b_prior, p_rows + start * P, p_changes + start, TP, half, dprior_sum
-        )
+            base, a_rows, a_scales, tid >> 5, tid & 31, prior, p_rows + start * 64, p_changes + start, TP, half,
+            dprior_sum,
+        )  # fmt: skip
         put_keys(base, tid)
         before_that = gl.maximum(start - 32, 0)
-        copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, before_that, steps)
-        copy_read(base, tid, p_dy, p_C, dy_t, C_t, before_that, steps)
+        copy_block(base, tid, p_x, p_beta, p_dy, p_B, p_C, x_t, beta_t, dy_t, B_t, C_t, before_that, steps)
         barrier()
     factor = gl.load(p_factors) + zero
-    wait_async(zero_int)  # no copy lands in shared memory after the program's end
+    wait_async(zero_int)  # no copy lands in shared memory later
     dprior_sum = sum_of_warp(dprior_sum, lane)
-    p_dprior = dprior + (((half * n_bh + i_bh) * NSEG + i_seg) * 4 + warp)
-    gl.store(p_dprior, -dprior_sum, mask=lane == 0)
-    p_e = adjoints + ((i_bh * (NSEG + 1) + i_seg) * 2 * P * N + half * 64 + g * 8 * N + o_key)
-    _put_state(p_e, E, factor, N)
-    _put_state(p_e + P * N, J, -factor, N)
+    gl.store(p_dprior + warp, -dprior_sum, mask=lane == 0)
+    p_e = p_adjoint + (g * 8 * 128 + o_key)
+    _put_state(p_e, E, factor)
+    _put_state(p_e + 8192, J, -factor)
+
+
+@jit
+def _one_segment(
+    x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, keys, changes, flows,
+    dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
+    T, TP, H, HPG, NSEG, S, i_seg, b, h, n_b, zero_int, HAS_DOC: gl.constexpr,
+):  # fmt: skip
+    """What `segment_gradients` says, of one segment and one head."""
+    N: gl.constexpr = 128
+    P: gl.constexpr = 64
+    base = shared_base(zero_int)
+    i_seg = gl.to_tensor(i_seg).to(gl.int64)
+    b = gl.to_tensor(b).to(gl.int64)
+    h = gl.to_tensor(h).to(gl.int64)
+    n_b = gl.to_tensor(n_b).to(gl.int64)
+    i_bh = b * H + h
+    t0 = i_seg * S
+    steps = gl.minimum(S, T - t0).to(gl.int32)
+    n_blocks = gl.cdiv(steps, 16)
+    b_prior = gl.load(prior + h)
+    chunk = i_bh * (TP // 16) + i_seg * (S // 16)  # the segment's first block
+    p_x = x + (b * x_b + h * x_h + t0 * x_t)
+    p_dt = dt + (b * dt_b + h * dt_h + t0 * dt_t)
+    p_beta = beta + (b * beta_b + h * beta_h + t0 * beta_t)
+    p_B = B + (b * B_b + (h // HPG) * B_g + t0 * B_t)
+    p_C = C + (b * C_b + (h // HPG) * C_g + t0 * C_t)
+    o_state = (i_bh * (NSEG + 1) + i_seg) * 2 * P * N
+    put_scales(
+        base, p_dt, scales + chunk * 16, factors + chunk, parts + chunk, dt_t, b_prior, steps, thread_anew(zero_int),
+        n_blocks * 16,
+    )  # fmt: skip
+    barrier()
+    leave_states(
+        base, spare, states + o_state, p_x, p_beta, p_B, x_t, beta_t, B_t, b_prior, n_blocks, steps, S, zero_int
+    )
+    for half in range(2):
+        i_half = half * n_b * H + i_bh
+        _back_in_time(
+            p_x, p_dt, p_beta, A + h, p_B + half * 32, p_C + half * 32, b_prior, doc + (b * T + t0),
+            dy + (b * dy_b + h * dy_h + t0 * dy_t), factors + chunk, spare + half * (S // 16 * STATE_WORDS),
+            adjoints + (o_state + half * 64), rows + (i_bh * 2 * TP + t0) * P, keys + ((b * TP + t0) * N + half * 64),
+            changes + (i_half * TP + t0), flows + (i_half * TP + t0) * 4, dprior + (i_half * NSEG + i_seg) * 4,
+            x_t, dt_t, beta_t, B_t, C_t, dy_t, TP, n_b * TP * N,
+            gl.maximum(-1, -t0).to(gl.int32),  # the token before the segment, where there is one
+            n_blocks, steps,
+            T >> 31,  # zero, which the compiler cannot know
+            half, zero_int, HAS_DOC,
+        )  # fmt: skip
 
 
 @jit
 def segment_gradients(
     x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, keys, changes, flows,
     dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g, C_b, C_t, C_g, dy_b, dy_t, dy_h,
-    T, TP, BATCH, H, HPG, NSEG, S, SHARES, HEADS, HAS_DOC: gl.constexpr,
+    T, TP, BATCH, H, HPG, NSEG, S, SHARES, HAS_DOC: gl.constexpr,
 ):  # fmt: skip
-    """All gradients that each segment's own tokens cause, HEADS heads and 64 keys at a time.
+    """All gradients that each segment's own tokens cause.
 
     x, beta, B, C and dy are int32 pairs, and their strides are in pairs; scales, factors and parts are those of
-    `hopper_spans.py`, spare [programs, S / 16, 2, 8, 512] is for states at the ends of spans. Slot k of states and
+    `hopper_spans.py`, spare [programs, 2, S / 16, 2, 8, 512] is for states at the ends of spans. Slot k of states and
     adjoints [b, h, NSEG + 1, 2, p, n] is the state before segment k, and becomes the adjoint of it. rows [b, h, 2, TP,
     p]: d v and d beta. Of each half of the keys: flows [2, b, h, TP, 4], by each warp, d log alpha of a span's or a
-    part's first token, and NaN for others; changes [2, b, h, TP], by how much it grows from a token to the next; dprior
-    [2, b, h, NSEG, 4]. To keys [SHARES, 2, b, TP, n] dB and dC of the heads of each share are added, by one program one
-    after the other.
+    part's first token, and NaN for others; changes [2, b, h, TP], by how much it grows from a token to the next;
+    dprior [2, b, h, NSEG, 4]. To keys [SHARES, 2, b, TP, n] dB and dC of each share of the heads, every SHARES-th, are
+    added: by one program, one head after the other.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared = gl.allocate_shared_memory(gl.float32, [WORDS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero_int = gl.arange(0, 128, layout=L) * 0
     zero = zero_int.to(gl.float32)
     shared.index(0).store(zero)  # what is not used is not allocated; this waits for all threads
-    spare += gl.program_id(0).to(gl.int64) * (S // 16 * STATE_WORDS)
+    spare += gl.program_id(0).to(gl.int64) * (2 * (S // 16) * STATE_WORDS)
     for i in range(gl.program_id(0), NSEG * BATCH * SHARES, gl.num_programs(0)):
         i_seg = i % NSEG
         b = i // NSEG % BATCH
         share = i // NSEG // BATCH
         p_keys = keys + gl.to_tensor(share).to(gl.int64) * 2 * BATCH * TP * 128
-        for j in range(2 * HEADS * share, 2 * gl.minimum(HEADS * (share + 1), H)):
+        for h in range(share, H, SHARES):
             _one_segment(
                 x, dt, beta, A, B, C, prior, doc, dy, scales, factors, parts, states, spare, adjoints, rows, p_keys,
                 changes, flows, dprior, x_b, x_t, x_h, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, B_b, B_t, B_g,
-                C_b, C_t, C_g, dy_b, dy_t, dy_h, T, TP, H, HPG, NSEG, S, j % 2, i_seg, b, j // 2, BATCH, zero_int,
-                HAS_DOC,
+                C_b, C_t, C_g, dy_b, dy_t, dy_h, T, TP, H, HPG, NSEG, S, i_seg, b, h, BATCH, zero_int, HAS_DOC,
             )  # fmt: skip

@@ -69,8 +69,9 @@ def load2(address):
 
 @jit
 def load_transposed(address):
-    """Four matrices of 8 × 8 bfloat16 from shared memory, lane 8 i + j naming row j of the i-th, transposed: a lane gets
-    rows 2 c and 2 c + 1 of column g.
+    """Four matrices of 8 × 8 bfloat16 from shared memory, of which lane 8 i + j names row j of the i-th.
+
+    A lane gets rows 2 c and 2 c + 1 of column g.
     """
     return gl.inline_asm_elementwise(
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [address],

@@ -17,14 +17,13 @@ from .hopper_gradients import HALVES, HEAD_DIM, NUM_WARPS, STATE_SIZE
 from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
 from .hopper_read_out import read_out as read_out_kernel
-from .hopper_spans import GROWTH, GROWTH_OF_M, find_spans, largest_written
+from .hopper_spans import GROWTH, GROWTH_OF_M, find_spans
 from .hopper_states import STATE_WORDS
 from .triton_jit import jit, tl, triton
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 BACKWARD_SEGMENT = MOST_TOKENS  # tokens a segment in the backward pass
 BLOCK = 16  # tokens
-WRITTEN_TOKENS = 32  # of a program of `largest_written`
 # Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 3.2 with 32, 2.9 with 128) and of one of `carry_keys`,
 # and its keys (0.84 ms; 1.10 with 32 tokens, 0.93 with 128)
 CARRY_TOKENS = 64
@@ -130,7 +129,7 @@ def plan(batch: int, time: int, heads: int, device: torch.device, workspace: int
     """
     programs, segments = _programs(device), triton.cdiv(time, BACKWARD_SEGMENT)
     padded = segments * BACKWARD_SEGMENT
-    spare = programs * BACKWARD_SEGMENT // BLOCK * STATE_WORDS * 4
+    spare = programs * HALVES * BACKWARD_SEGMENT // BLOCK * STATE_WORDS * 4
     share = 2 * 4 * batch * padded * STATE_SIZE
     states = 2 * 2 * 4 * HEAD_DIM * STATE_SIZE * (segments + 1)
     a_head = batch * (states + padded * 4 * (2 * HEAD_DIM + TOKEN_VALUES))
@@ -147,27 +146,22 @@ def plan(batch: int, time: int, heads: int, device: torch.device, workspace: int
     return step, shares
 
 
-def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, keys, segment):
-    """Steps 4 and 5 for heads of one group: what each segment's own tokens cause.
+def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, largest, states, adjoints, keys, segment):
+    """Steps 4 and 5 for heads of one group: what each segment's own tokens cause, from `segment_states`'s largest.
 
     Slot k of adjoints becomes the adjoint of segment k's start. dB and dC are added to keys `[shares, 2, b, segments S,
     n]`. Returns what `carry_gradients` needs: what the kernel leaves in `rows`, `changes`, `flows` and `dprior`.
     """
     batch, time, heads, head_dim = x.shape
-    state_size, segments = B.shape[3], adjoints.shape[2] - 1
+    segments = adjoints.shape[2] - 1
     padded = segments * segment
     blocks = padded // BLOCK
     documents = dt if doc is None else doc
     scales = x.new_empty(batch, heads, padded, dtype=torch.float32)
     factors = x.new_empty(batch, heads, blocks, dtype=torch.float32)
     parts = x.new_empty(batch, heads, blocks, dtype=torch.int32)
-    to_M, to_I = x.new_empty(2, batch, heads, padded, dtype=torch.float32)
-    largest_written[(triton.cdiv(time, WRITTEN_TOKENS), batch)](
-        x, beta, B, to_M, to_I, *x.stride()[:3], *beta.stride()[:3], *B.stride()[:2], time, padded, heads,
-        BT=WRITTEN_TOKENS, P=head_dim, N=state_size, num_warps=4,
-    )  # fmt: skip
     find_spans[(segments, batch * heads)](
-        dt, to_M, to_I, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,
+        dt, *largest, A, I_prior, documents, scales, factors, parts, *dt.stride(), time, padded, heads,
         S=segment, HAS_DOC=doc is not None, LIMIT=GROWTH, LIMIT_M=GROWTH_OF_M, num_warps=1,
     )  # fmt: skip
     rows = x.new_empty(batch, heads, 2, padded, head_dim, dtype=torch.float32)
@@ -176,13 +170,13 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, 
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
     shares = keys.shape[0]
     programs = min(_programs(x.device), segments * batch * shares)
-    spare = x.new_empty(programs, segment // BLOCK, STATE_WORDS, dtype=torch.float32)
+    spare = x.new_empty(programs, HALVES, segment // BLOCK, STATE_WORDS, dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
     segment_gradients_kernel[(programs,)](
         x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, states, spare, adjoints,
         rows, keys, changes, flows, dprior,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3],
-        time, padded, batch, heads, heads, segments, segment, shares, triton.cdiv(heads, shares),
+        time, padded, batch, heads, heads, segments, segment, shares,
         HAS_DOC=doc is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
     return rows, changes, flows, dprior

@@ -21,29 +21,6 @@ GROWTH_OF_M = 16384.0
 
 
 @jit
-def largest_written(
-    x, beta, B, to_M, to_I, x_b, x_t, x_h, beta_b, beta_t, beta_h, B_b, B_t, T, TP, H,
-    BT: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The most that BT tokens add to an element [b, h, TP]: max_p x max_n B to M / dt, max_p beta max_n B² to I."""
-    b = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    m_t = t < T
-    o_p = tl.arange(0, P)[None, :]
-    b_B = tl.load(B + b * B_b + t[:, None] * B_t + tl.arange(0, N)[None, :], mask=m_t[:, None], other=0.0)
-    b_B = tl.max(tl.abs(b_B.to(tl.float32)), 1)
-    p_x = x + b * x_b + t[:, None] * x_t + o_p
-    p_u = beta + b * beta_b + t[:, None] * beta_t + o_p
-    for h in range(H):
-        b_x = tl.max(tl.abs(tl.load(p_x, mask=m_t[:, None], other=0.0).to(tl.float32)), 1)
-        b_u = tl.max(tl.abs(tl.load(p_u, mask=m_t[:, None], other=0.0).to(tl.float32)), 1)
-        tl.store(to_M + (b * H + h) * TP + t, b_x * b_B, mask=m_t)
-        tl.store(to_I + (b * H + h) * TP + t, b_u * b_B * b_B, mask=m_t)
-        p_x += x_h
-        p_u += beta_h
-
-
-@jit
 def _load_token(p_dt, doc, to_M, t, b_A, dt_t, there, HAS_DOC: tl.constexpr):
     """Log alpha of tokens t, and the square of the most that they add to M."""
     b_dt = tl.load(p_dt + t * dt_t, mask=there, other=0.0)
@@ -66,7 +43,7 @@ def find_spans(
     dt, to_M, to_I, A, prior, doc, scales, factors, parts, dt_b, dt_t, dt_h, T, TP, H,
     S: tl.constexpr, HAS_DOC: tl.constexpr, LIMIT: tl.constexpr, LIMIT_M: tl.constexpr,
 ):  # fmt: skip
-    """The spans of one segment and head, from what `largest_written` leaves; growth up to LIMIT, and LIMIT_M for M.
+    """The spans of one segment and head, from what tokens add at most; growth up to LIMIT, and LIMIT_M for M.
 
     Of each block of 16 tokens: parts [b, h, TP / 16], a bit for each token with which a part begins, 1 for the last
     block of a span and 0 for others of it; factors [b, h, TP / 16], what makes of the state before, in its span's

@@ -6,8 +6,9 @@ back takes away again, or what is left would be what they differ by: v and u are
 parts of bfloat16, and B² is rounded. Tensor cores cut their sums off, so a state is never what they add to.
 """
 
-from .hopper_block import KEYS_AT, PAIRS_AT
+from .hopper_block import KEYS_AT, PAIRS_AT, SCALES_AT, SPANS_AT, WRITTEN, copy_written, parts_of, put_written
 from .hopper_lanes import (
+    barrier,
     beyond,
     gl,
     jit,
@@ -18,7 +19,9 @@ from .hopper_lanes import (
     mma16,
     scaled,
     store_global4,
+    thread_anew,
     upper,
+    wait_async,
 )
 from .hopper_token import add4
 
@@ -36,7 +39,7 @@ def times_all(V, factor):
 
 @jit
 def load_state(pointer, M, I, condition):
-    """M and I as `store_state` left them, or as they are where the condition does not hold."""
+    """M and I as `leave_states` left them, or as they are where the condition does not hold."""
     M_new = ()
     I_new = ()
     for j in gl.static_range(8):
@@ -46,7 +49,7 @@ def load_state(pointer, M, I, condition):
 
 
 @jit
-def store_state(pointer, M, I, factor, more):
+def _store_state(pointer, M, I, factor, more):
     """M and I times a factor, and I and more, to where the pointer, four words a thread, says."""
     for j in gl.static_range(8):
         store_global4(pointer + 512 * j, scaled(M[j], factor))
@@ -55,11 +58,11 @@ def store_state(pointer, M, I, factor, more):
 
 
 @jit
-def first_state(p, zero, N: gl.constexpr):
-    """A lane's elements of a state [p, n], from the address of the first."""
+def _first_state(p, zero):
+    """A lane's elements of a state [p, 128], from the address of the first."""
     rows = ()
     for j in gl.static_range(8):
-        rows += (load_global4_if(p + j * N, (zero, zero, zero, zero), zero.to(gl.int32) + 1),)
+        rows += (load_global4_if(p + j * 128, (zero, zero, zero, zero), zero.to(gl.int32) + 1),)
     return rows
 
 
@@ -74,31 +77,69 @@ def _two_rows(V, tiles, factor):
 
 
 @jit
-def _add_product(V, a_rows, a_keys, factor, zero):
-    """A state times a factor and what 16 tokens write, of `put_written`'s operands."""
-    keys = load_transposed(a_keys)
-    rows = ()
-    for i in gl.static_range(4):
-        first = load4_bits(a_rows + 512 * i)
-        second = load4_bits(a_rows + (2048 + 512 * i))
-        tiles = ()
-        for u in gl.static_range(2):
-            tile = mma16(
-                second[0], second[1], second[2], second[3], keys[2 * u], keys[2 * u + 1], (zero, zero, zero, zero)
-            )
-            tiles += (mma16(first[0], first[1], first[2], first[3], keys[2 * u], keys[2 * u + 1], tile),)
-        rows += _two_rows((V[2 * i], V[2 * i + 1]), tiles, factor)
-    return rows
+def _tiles(first, second, keys, zero):
+    """Products of 16 rows, in two parts, and twice eight keys."""
+    found = ()
+    for u in gl.static_range(2):
+        tile = mma16(second[0], second[1], second[2], second[3], keys[2 * u], keys[2 * u + 1], (zero, zero, zero, zero))
+        found += (mma16(first[0], first[1], first[2], first[3], keys[2 * u], keys[2 * u + 1], tile),)
+    return found
 
 
 @jit
-def add_written(M, I, a_operands, factor, warp, lane):
-    """M and I times a factor and what a block's tokens write."""
-    a_rows = a_operands + (lane ^ (lane >> 3)) * 16
-    a_keys = a_operands + (8192 + (lane & 15) * 144 + warp * 32 + (lane >> 4) * 16)
-    zero = (lane * 0).to(gl.float32)
-    M = _add_product(M, a_rows, a_keys, factor, zero)
-    return M, _add_product(I, a_rows + 4096, a_keys + 2304, factor, zero)
+def _add_product(V, W, a_rows, a_keys, factor):
+    """A state's halves times a factor and what 16 tokens write, of `put_written`'s operands."""
+    zero = (a_rows * 0).to(gl.float32)
+    V_keys = load_transposed(a_keys)
+    W_keys = load_transposed(a_keys + 4608)
+    V_new = ()
+    W_new = ()
+    for i in gl.static_range(4):
+        first = load4_bits(a_rows + 512 * i)
+        second = load4_bits(a_rows + (2048 + 512 * i))
+        V_new += _two_rows((V[2 * i], V[2 * i + 1]), _tiles(first, second, V_keys, zero), factor)
+        W_new += _two_rows((W[2 * i], W[2 * i + 1]), _tiles(first, second, W_keys, zero), factor)
+    return V_new, W_new
+
+
+@jit
+def leave_states(base, spare, p_state, p_x, p_beta, p_B, x_t, beta_t, B_t, prior, n_blocks, steps, S, zero_int):
+    """Through the blocks of a segment, from the state before it [2, p, n], to spare [2, S / 16, 2, 8, 512]."""
+    zero = zero_int.to(gl.float32)
+    last_start = (n_blocks - 1) * 16
+    tid = thread_anew(zero_int)
+    copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, 0, steps)
+    p = p_state + (((tid & 31) >> 2) * 1024 + (tid >> 5) * 16 + (tid & 3) * 4)
+    M = _first_state(p, zero)
+    I = _first_state(p + 8192, zero)
+    M_2 = _first_state(p + 64, zero)
+    I_2 = _first_state(p + 8256, zero)
+    for i_block in range(n_blocks):
+        start = i_block * 16
+        tid = thread_anew(zero_int)
+        a_operands = base + i_block % 2 * WRITTEN
+        a_scales = base + SCALES_AT + start * 4
+        put_written(base, a_operands, a_scales, tid, steps - start)
+        copy_written(base, tid, p_x, p_beta, p_B, x_t, beta_t, B_t, gl.minimum(start + 16, last_start), steps)
+        parts = parts_of(i_block)
+        factor = load1(base + SPANS_AT + i_block * 4)
+        p = spare + (i_block * STATE_WORDS + tid * 4)
+        p_2 = p + S // 16 * STATE_WORDS
+        for _ in range(gl.where(parts > 1, 1, 0)):
+            _store_state(p, M, I, factor, zero)
+            _store_state(p_2, M_2, I_2, factor, zero)
+            factor = factor * load1(a_scales + 1024)
+        barrier()
+        lane = tid & 31
+        a_rows = a_operands + (lane ^ (lane >> 3)) * 16
+        a_keys = a_operands + (8192 + (lane & 15) * 144 + (tid >> 5) * 32 + (lane >> 4) * 16)
+        M, M_2 = _add_product(M, M_2, a_rows, a_keys, factor)
+        I, I_2 = _add_product(I, I_2, a_rows + 4096, a_keys + 2304, factor)
+        for _ in range(gl.where(parts == 1, 1, 0)):
+            more = prior * load1(a_scales + 1084)
+            _store_state(p, M, I, zero + 1.0, more)
+            _store_state(p_2, M_2, I_2, zero + 1.0, more)
+    wait_async(zero_int)
 
 
 @jit

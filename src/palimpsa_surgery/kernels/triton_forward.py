@@ -15,13 +15,17 @@ def reciprocal(x, FAST: tl.constexpr):
 
 @jit
 def segment_states(
-    x, dt, beta, A, B, doc, states, decay,
+    x, dt, beta, A, B, doc, states, decay, largest,
     x_b, x_t, x_h, x_p, dt_b, dt_t, dt_h, beta_b, beta_t, beta_h, beta_p, B_b, B_t, B_g,
     T, H, HPG, P, N, NSEG, S,
-    BT: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, HAS_DOC: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, HAS_DOC: tl.constexpr, HAS_LARGEST: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Slot k + 1 of states [b, h, NSEG + 1, 2, p, n] = what segment k adds; decay [b, h, NSEG] = what it keeps."""
+    """Slot k + 1 of states [b, h, NSEG + 1, 2, p, n] = what segment k adds; decay [b, h, NSEG] = what it keeps.
+
+    HAS_LARGEST, of tiles that hold whole states: largest [2, b, h, NSEG S], the most that tokens write to an element,
+    max_p x max_n B to M / dt and max_p beta max_n B² to Ibar.
+    """
     # heads lie side by side in memory, so programs that run together take the same tokens of many heads
     NBN = tl.cdiv(N, BN)
     tiles = tl.cdiv(P, BP) * NBN
@@ -69,6 +73,12 @@ def segment_states(
         b_beta = tl.load(p_beta + o_beta, mask=m_p[:, None] & m_t[None, :], other=0.0)
         b_B = tl.load(p_B + o_B, mask=m_t[:, None] & m_n[None, :], other=0.0)  # [BT, BN]
         b_Bf = b_B.to(tl.float32)
+        if HAS_LARGEST:
+            p_largest = largest + i_bh * NSEG * S + end - start - o_t
+            b_most = tl.max(tl.abs(b_Bf), 1)
+            tl.store(p_largest, tl.max(tl.abs(b_x.to(tl.float32)), 0) * b_most, mask=m_t)
+            p_largest += tl.num_programs(0).to(tl.int64) // tiles * NSEG * S
+            tl.store(p_largest, tl.max(tl.abs(b_beta.to(tl.float32)), 0) * b_most * b_most, mask=m_t)
         b_v = (b_x.to(tl.float32) * (b_dt * b_w)[None, :]).to(DOT)
         b_u = (b_beta.to(tl.float32) * b_w[None, :]).to(DOT)
         b_M = tl.dot(b_v, b_B.to(DOT), acc=b_M, input_precision=PRECISION)

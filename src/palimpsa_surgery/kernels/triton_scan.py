@@ -96,8 +96,11 @@ def _dot_types(x: Tensor) -> dict:
     return {"DOT": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "ieee"}
 
 
-def _states(x, dt, A, B, beta, initial_state, doc, segment, heads_per_group):
-    """States at the segments' boundaries `[b, h, segments + 1, 2, p, n]` and decays `[b, h, segments]`."""
+def _states(x, dt, A, B, beta, initial_state, doc, segment, heads_per_group, largest=None):
+    """States at the segments' boundaries `[b, h, segments + 1, 2, p, n]` and decays `[b, h, segments]`.
+
+    Writes `largest`, where given, as `segment_states` has it.
+    """
     batch, time, heads, head_dim = x.shape
     state_size = B.shape[3]
     segments = triton.cdiv(time, segment)
@@ -110,10 +113,11 @@ def _states(x, dt, A, B, beta, initial_state, doc, segment, heads_per_group):
     BP, BN = min(BP, max(16, _power_of_two(head_dim))), min(BN, max(16, _power_of_two(state_size)))
     grid = (batch * heads * triton.cdiv(head_dim, BP) * triton.cdiv(state_size, BN), segments)
     segment_states[grid](
-        x, dt, beta, A, B, dt if doc is None else doc, states, decay,
+        x, dt, beta, A, B, dt if doc is None else doc, states, decay, decay if largest is None else largest,
         *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3],
         time, heads, heads_per_group, head_dim, state_size, segments, segment,
-        BT=BT, BP=BP, BN=BN, HAS_DOC=doc is not None, **_dot_types(x), num_warps=4, num_stages=3,
+        BT=BT, BP=BP, BN=BN, HAS_DOC=doc is not None, HAS_LARGEST=largest is not None, **_dot_types(x),
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     _pass(states, decay, reverse=False, zero=initial_state is None)
     return states, decay
@@ -176,14 +180,15 @@ def _backward_heads(
     state_size = B.shape[3]
     documents = dt if doc is None else doc
     initial = None if initial_state is None else initial_state[:, heads]
-    states, decay = _states(x, dt, A, B, beta, initial, doc, segment, n_heads)
-    segments = decay.shape[2]
+    segments = triton.cdiv(time, segment)
+    largest = x.new_empty(2, batch, n_heads, segments * segment, dtype=torch.float32) if tuned else None
+    states, decay = _states(x, dt, A, B, beta, initial, doc, segment, n_heads, largest)
     adjoints = torch.empty_like(states)
     if dfinal is not None:
         adjoints[:, :, -1].copy_(dfinal[:, heads])
     flags = {"HAS_DOC": doc is not None, "HAS_VAR": dvar is not dy, "FAST": not _INTERPRET}
     if tuned:
-        own = tuned_segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, dkeys, segment)
+        own = tuned_segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, largest, states, adjoints, dkeys, segment)
     else:
         BP = 8
         segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
