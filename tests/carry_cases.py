@@ -90,7 +90,7 @@ def as_kept(found, given, squares) -> tuple[torch.Tensor, ...]:
 def anchors_of(spare, blocks: int, batch: int, heads: int) -> torch.Tensor:
     """[b, h, blocks, 2, p, n] of what the gradient kernel leaves, each program of one head."""
     segments = -(-blocks * hopper_scan.BLOCK // SEGMENT)
-    spare = spare[: heads * batch * segments].double()
+    spare = spare.flatten(1)[: heads * batch * segments].double()
     # head, batch, segment, half, block, state, row of a thread, warp, g, c, key of a thread
     spare = spare.view(heads, batch, segments, HALVES, -1, 2, 8, NUM_WARPS, 8, 4, 4)
     anchors = spare.permute(1, 0, 2, 4, 5, 8, 6, 3, 7, 9, 10).flatten(7).flatten(5, 6)

@@ -104,7 +104,7 @@ data.arguments["beta"][:, :32] = 0.05
 CHECKS = {name: case + SCAN for name, case in CASES.items()} | {
     # of a program for each head
     "anchors": """
-hopper_scan._programs = lambda device: 64
+hopper_scan.programs_on = lambda device: 64
 case = Case(1, 40, 1, 64, 128, 1, torch.bfloat16, documents=2, extreme="large B")
 carry_cases.check(case, tl.float32, 2e-6, kernel=hopper_scan.segment_gradients_kernel)
 """,

@@ -8,6 +8,8 @@ Letters as in `triton_scan.py`, whose backward pass goes on from step 2 in anoth
    adds. `sum_flows`: the gradient of log alpha.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,7 @@ from .hopper_gradients import segment_gradients as segment_gradients_kernel
 from .hopper_lanes import AVAILABLE
 from .hopper_read_out import read_out as read_out_kernel
 from .hopper_spans import GROWTH, GROWTH_OF_M, find_spans
-from .hopper_states import STATE_WORDS
-from .triton_jit import jit, tl, triton
+from .triton_jit import cdiv, jit, tl
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 BACKWARD_SEGMENT = MOST_TOKENS  # tokens a segment in the backward pass
@@ -27,8 +28,11 @@ BLOCK = 16  # tokens
 # Tokens at a time of a program of `carry_rows` (2.1 ms with 64, 3.2 with 32, 2.9 with 128) and of one of `carry_keys`,
 # and its keys (0.84 ms; 1.10 with 32 tokens, 0.93 with 128)
 CARRY_TOKENS = 64
+# Of a thread of `carry_rows`: room for three programs, 1.46 ms; without the limit 1.82, with 128 1.68
+CARRY_REGISTERS = 168
 CARRY_KEYS = 64
 PROGRAMS = 2  # of the gradient kernel on a multiprocessor: what its registers and its shared memory have room for
+SPARE_BYTES = 2 * 4 * HEAD_DIM * STATE_SIZE * BACKWARD_SEGMENT // BLOCK  # states of a program of the gradient kernel
 # float32 values for each token and head that a launch takes, beside states, adjoints and rows
 TOKEN_VALUES = 3 + HALVES * (1 + NUM_WARPS) + 4
 LAUNCH_ROUNDS = 1  # what a launch of all kernels costs, in segments of the gradient kernel
@@ -115,30 +119,30 @@ def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
     )  # fmt: skip
 
 
-def _programs(device: torch.device) -> int:
+def programs_on(device: torch.device) -> int:
     """Of the gradient kernel, as many as run at a time; on the CPU, for tests, two."""
     on_cuda = device.type == "cuda"
     return PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1)
 
 
-def plan(batch: int, time: int, heads: int, device: torch.device, workspace: int) -> tuple[int, int]:
+@functools.lru_cache(maxsize=1024)
+def plan(batch: int, time: int, heads: int, programs: int, workspace: int) -> tuple[int, int]:
     """Of one group's heads, how many a launch of the backward pass takes, and how many shares of them.
 
     A program of the gradient kernel takes one share's heads one after the other and adds up their dB and dC, so more
     shares take more memory. What counts is when the last program ends.
     """
-    programs, segments = _programs(device), triton.cdiv(time, BACKWARD_SEGMENT)
+    segments = cdiv(time, BACKWARD_SEGMENT)
     padded = segments * BACKWARD_SEGMENT
-    spare = programs * HALVES * BACKWARD_SEGMENT // BLOCK * STATE_WORDS * 4
     share = 2 * 4 * batch * padded * STATE_SIZE
     states = 2 * 2 * 4 * HEAD_DIM * STATE_SIZE * (segments + 1)
     a_head = batch * (states + padded * 4 * (2 * HEAD_DIM + TOKEN_VALUES))
     found = []
     for shares in range(1, heads + 1):
-        room = max(1, (workspace - spare - shares * share) // a_head)
-        launches = triton.cdiv(heads, max(room, shares))
-        step = triton.cdiv(heads, launches)
-        rounds = HALVES * triton.cdiv(segments * batch * shares, programs) * triton.cdiv(step, shares)
+        room = max(1, (workspace - programs * SPARE_BYTES - shares * share) // a_head)
+        launches = cdiv(heads, max(room, shares))
+        step = cdiv(heads, launches)
+        rounds = HALVES * cdiv(segments * batch * shares, programs) * cdiv(step, shares)
         found.append((launches * (rounds + LAUNCH_ROUNDS), shares, step))
         if room < shares:
             break
@@ -169,8 +173,8 @@ def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, largest, states, a
     flows = x.new_empty(HALVES, batch, heads, padded, NUM_WARPS, dtype=torch.float32)
     dprior = x.new_empty(HALVES, batch, heads, segments, NUM_WARPS, dtype=torch.float32)
     shares = keys.shape[0]
-    programs = min(_programs(x.device), segments * batch * shares)
-    spare = x.new_empty(programs, HALVES, segment // BLOCK, STATE_WORDS, dtype=torch.float32)
+    programs = min(programs_on(x.device), segments * batch * shares)
+    spare = x.new_empty(programs, segment // BLOCK, 2 * head_dim * B.shape[3], dtype=torch.float32)
     x, beta, B, C, dy = (_pairs(v, 8) for v in (x, beta, B, C, dy))
     segment_gradients_kernel[(programs,)](
         x, dt, beta, A, B, C, I_prior, documents, dy, scales, factors, parts, states, spare, adjoints,
@@ -199,8 +203,9 @@ def carry_gradients(x, dt, A, B, beta, doc, states, adjoints, decay, own, dB, dx
         x, dt, beta, A, B, dt if doc is None else doc, rows, states, adjoints, decay, dx, dbeta, dvx, w, flow, whole,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:2], *dx.stride()[:3],
         time, padded, heads, segments, HAS_DOC=doc is not None, **sizes, num_warps=4, num_stages=1,
+        maxnreg=CARRY_REGISTERS,
     )  # fmt: skip
-    carry_keys[(triton.cdiv(time, block) * (state_size // CARRY_KEYS), batch)](
+    carry_keys[(cdiv(time, block) * (state_size // CARRY_KEYS), batch)](
         x, dt, beta, B, adjoints, w, dB,
         *x.stride()[:3], *dt.stride(), *beta.stride()[:3], *B.stride()[:2],
         time, padded, heads, segments, BN=CARRY_KEYS, **sizes, num_warps=4, num_stages=3,

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from .triton_jit import NAMESPACE, jit, tl, triton
+from .triton_jit import NAMESPACE, cdiv, jit, tl
 
 # Of a thread 4 channels. Rows are long, since the backward pass reads the first three tokens of the next one again.
 # Measured on one H200 (docs/experiments.md has the table).
@@ -231,7 +231,7 @@ def _launch(kernel, x, weight, bias, tail, seq_idx, outputs: tuple[Tensor, ...],
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     unit = math.gcd(*x.stride()[:2], 8)  # Triton reads 16 bytes at once where it knows that rows begin there
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[(batch * tiles * triton.cdiv(channels, BD),)](
+        kernel[(batch * tiles * cdiv(channels, BD),)](
             x, weight, x if bias is None else bias, x if tail is None else tail, x if seq_idx is None else seq_idx,
             *outputs, x.stride(0) // unit, x.stride(1) // unit, *((0, 0, 0) if tail is None else tail.stride()),
             *((0, 0) if seq_idx is None else seq_idx.stride()), time, tiles, channels,
@@ -242,7 +242,7 @@ def _launch(kernel, x, weight, bias, tail, seq_idx, outputs: tuple[Tensor, ...],
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor | None, seq_idx: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(conv_forward, x, weight, bias, tail, seq_idx, (y,), triton.cdiv(x.shape[1], BQ * R))
+    _launch(conv_forward, x, weight, bias, tail, seq_idx, (y,), cdiv(x.shape[1], BQ * R))
     return y
 
 
@@ -251,7 +251,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx; what taps and bias get, `[k + 1, d]` float32; and dtail, empty without a tail."""
     (batch, time, channels), taps = x.shape, weight.shape[1]
-    tiles = triton.cdiv(time + (R if tail is not None else 0), BQ * R)
+    tiles = cdiv(time + (R if tail is not None else 0), BQ * R)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dtail = x.new_empty(0) if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
     parts = torch.empty(batch * tiles, taps + 1, channels, dtype=torch.float32, device=x.device)

@@ -34,6 +34,16 @@ except ImportError:
         return function
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own takes 5 µs, which a launch waits for."""
+    return -(-a // b)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest that is not below it."""
+    return 1 << (size - 1).bit_length()
+
+
 def kernels_take(*tensors: torch.Tensor) -> bool:
     """Whether kernels for GPUs, which compute in float32, may run."""
     return all(v.is_cuda and v.dtype != torch.float64 for v in tensors)

@@ -12,7 +12,7 @@ again. A program of it takes every so many rows and writes the sum of their dw; 
 import torch
 from torch import Tensor
 
-from .triton_jit import NAMESPACE, jit, tl, triton
+from .triton_jit import NAMESPACE, cdiv, jit, power_of_two, tl
 
 # Channels of a group that a program's registers hold, if not without spilling in the backward pass.
 MAX_GROUP = 2**14
@@ -83,7 +83,7 @@ def _rows(v: Tensor) -> Tensor:
 
 
 def _sizes(group: int, warp_channels: int) -> dict:
-    block = triton.next_power_of_2(group)
+    block = power_of_two(group)
     return {"BN": block, "num_warps": min(MAX_WARPS, max(1, block // warp_channels))}
 
 
@@ -111,7 +111,7 @@ def _norm_backward(
     rows, douts, weight = _rows(x), _rows(dout), weight.contiguous()
     gates = rows if gate is None else _rows(gate)
     time, channels = rows.shape
-    programs = min(PROGRAMS, triton.cdiv(time, ROWS))
+    programs = min(PROGRAMS, cdiv(time, ROWS))
     dw_part = torch.empty(programs, channels, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         norm_backward[(programs, channels // group)](

@@ -47,11 +47,12 @@ from .hopper_scan import BACKWARD_SEGMENT as TUNED_SEGMENT
 from .hopper_scan import carry_gradients as tuned_carry_gradients
 from .hopper_scan import fits as tuned_fits
 from .hopper_scan import plan as tuned_plan
+from .hopper_scan import programs_on
 from .hopper_scan import read_out as tuned_read_out
 from .hopper_scan import segment_gradients as tuned_segment_gradients
 from .triton_backward import reduce_heads, reduce_rows, segment_adjoints, segment_gradients, skip_backward
 from .triton_forward import pass_states, read_out, segment_states
-from .triton_jit import NAMESPACE, tl, triton
+from .triton_jit import NAMESPACE, cdiv, power_of_two, tl
 
 # Constants measured on one H200 at B=1 T=32768 H=80 P=64 N=128 G=1 bf16 (docs/experiments.md has the table).
 # Tokens a segment: keeps the states at 0.33 GiB, and the read-outs were no faster with 256 or 1,024.
@@ -85,10 +86,6 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # Launches
 
 
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 def _dot_types(x: Tensor) -> dict:
     """Types of the matrix products' operands: float16 lacks the range for B² and adjoints, so it runs as TF32."""
     if x.dtype == torch.bfloat16:
@@ -103,15 +100,15 @@ def _states(x, dt, A, B, beta, initial_state, doc, segment, heads_per_group, lar
     """
     batch, time, heads, head_dim = x.shape
     state_size = B.shape[3]
-    segments = triton.cdiv(time, segment)
+    segments = cdiv(time, segment)
     states = x.new_empty(batch, heads, segments + 1, 2, head_dim, state_size, dtype=torch.float32)
     decay = x.new_empty(batch, heads, segments, dtype=torch.float32)
     if initial_state is not None:
         states[:, :, 0].copy_(initial_state)
     BT, BP, BN = STATE_TILE_FP32 if x.dtype == torch.float32 else STATE_TILE
     BT = min(BT, segment)
-    BP, BN = min(BP, max(16, _power_of_two(head_dim))), min(BN, max(16, _power_of_two(state_size)))
-    grid = (batch * heads * triton.cdiv(head_dim, BP) * triton.cdiv(state_size, BN), segments)
+    BP, BN = min(BP, max(16, power_of_two(head_dim))), min(BN, max(16, power_of_two(state_size)))
+    grid = (batch * heads * cdiv(head_dim, BP) * cdiv(state_size, BN), segments)
     segment_states[grid](
         x, dt, beta, A, B, dt if doc is None else doc, states, decay, decay if largest is None else largest,
         *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3],
@@ -126,7 +123,7 @@ def _states(x, dt, A, B, beta, initial_state, doc, segment, heads_per_group, lar
 def _pass(states: Tensor, decay: Tensor, reverse: bool, zero: bool) -> None:
     batch, heads, segments = decay.shape
     size = states[0, 0, 0].numel()
-    pass_states[(triton.cdiv(size, PASS_BLOCK), batch * heads)](
+    pass_states[(cdiv(size, PASS_BLOCK), batch * heads)](
         states, decay, segments, size, BLOCK=PASS_BLOCK, AHEAD=PASS_AHEAD, REVERSE=reverse, ZERO=zero, num_warps=1
     )
 
@@ -154,11 +151,11 @@ def _forward_rows(x, dt, B, C, beta, initial_state, doc, A, I_prior, D, y, final
         tuned_read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, FORWARD_SEGMENT)
     else:
         BP = 8
-        read_out[(triton.cdiv(head_dim, BP), segments, batch * heads)](
+        read_out[(cdiv(head_dim, BP), segments, batch * heads)](
             x, dt, beta, A, B, C, I_prior, A if D is None else D, documents, states, y, variance,
             *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3], *C.stride()[:3],
             *sizes, state_size, segments, FORWARD_SEGMENT,
-            BP=BP, BN=_power_of_two(state_size), HAS_DOC=doc is not None, HAS_SKIP=D is not None,
+            BP=BP, BN=power_of_two(state_size), HAS_DOC=doc is not None, HAS_SKIP=D is not None,
             HAS_VAR=return_variance, FAST=not _INTERPRET, num_warps=1,
         )  # fmt: skip
     final_state.copy_(states[:, :, -1])
@@ -180,7 +177,7 @@ def _backward_heads(
     state_size = B.shape[3]
     documents = dt if doc is None else doc
     initial = None if initial_state is None else initial_state[:, heads]
-    segments = triton.cdiv(time, segment)
+    segments = cdiv(time, segment)
     largest = x.new_empty(2, batch, n_heads, segments * segment, dtype=torch.float32) if tuned else None
     states, decay = _states(x, dt, A, B, beta, initial, doc, segment, n_heads, largest)
     adjoints = torch.empty_like(states)
@@ -191,11 +188,11 @@ def _backward_heads(
         own = tuned_segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, largest, states, adjoints, dkeys, segment)
     else:
         BP = 8
-        segment_adjoints[(triton.cdiv(head_dim, BP), segments, batch * n_heads)](
+        segment_adjoints[(cdiv(head_dim, BP), segments, batch * n_heads)](
             x, dt, beta, A, B, C, I_prior, dy, dvar, documents, states, adjoints,
             *x.stride(), *dt.stride(), *beta.stride(), *B.stride()[:3], *C.stride()[:3], *dy.stride(),
             *dvar.stride(), time, n_heads, n_heads, head_dim, state_size, segments, segment,
-            BP=BP, BN=_power_of_two(state_size), **flags, num_warps=1,
+            BP=BP, BN=power_of_two(state_size), **flags, num_warps=1,
         )  # fmt: skip
     _pass(adjoints, decay, reverse=True, zero=dfinal is None)
     if dinitial is not None:
@@ -207,7 +204,7 @@ def _backward_heads(
         )
     keys, scalars = _gradients_portable(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints, *outputs, dvar, flags)
     part_size, size, block = keys[0, 0, 0].numel(), dkeys[0, 0].numel(), 1024
-    reduce_heads[(triton.cdiv(size, block), batch, 2)](
+    reduce_heads[(cdiv(size, block), batch, 2)](
         keys, dkeys, n_heads, part_size, size, BLOCK=block, FIRST=first, num_warps=4
     )
     return scalars
@@ -219,8 +216,8 @@ def _gradients_portable(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints
     state_size, segments = B.shape[3], states.shape[2] - 1
     xT, betaT, dyT = (v.permute(0, 2, 3, 1).contiguous() for v in (x, beta, dy))
     dvarT = dvar.permute(0, 2, 3, 1).contiguous() if flags["HAS_VAR"] else dyT
-    BN = min(KEY_BLOCK, max(16, _power_of_two(state_size)))
-    blocks = triton.cdiv(state_size, BN)
+    BN = min(KEY_BLOCK, max(16, power_of_two(state_size)))
+    blocks = cdiv(state_size, BN)
     starts = torch.empty_like(states[:, :, 1:])
     rows = x.new_empty(2, blocks, batch, heads, head_dim, time, dtype=torch.float32)
     keys = x.new_empty(2, batch, heads, time, state_size, dtype=torch.float32)
@@ -231,26 +228,26 @@ def _gradients_portable(x, dt, A, B, C, beta, I_prior, doc, dy, states, adjoints
         *rows, *keys, dlog, dprior_part,
         *dt.stride(), *B.stride()[:3], *C.stride()[:3],
         time, batch, heads, heads, head_dim, state_size, segments,
-        S=segment, L=SUB_CHUNK, BP=min(32, max(16, _power_of_two(head_dim))), BN=BN,
+        S=segment, L=SUB_CHUNK, BP=min(32, max(16, power_of_two(head_dim))), BN=BN,
         **flags, **_dot_types(x), num_warps=WARPS.get(x.dtype, 1), num_stages=1,
     )  # fmt: skip
     BT = 64
-    dA_part = x.new_empty(batch, heads, triton.cdiv(time, BT), dtype=torch.float32)
-    reduce_rows[(triton.cdiv(time, BT), batch * heads)](
+    dA_part = x.new_empty(batch, heads, cdiv(time, BT), dtype=torch.float32)
+    reduce_rows[(cdiv(time, BT), batch * heads)](
         xT, dt, A, *rows, dlog, dx, ddt, dbeta, dA_part,
         *dt.stride(), *dx.stride()[:3], *ddt.stride(),
-        time, heads, head_dim, blocks, batch * heads, BT=BT, BP=_power_of_two(head_dim), num_warps=4,
+        time, heads, head_dim, blocks, batch * heads, BT=BT, BP=power_of_two(head_dim), num_warps=4,
     )  # fmt: skip
     return keys, torch.stack((dA_part.sum((0, 2)), dprior_part.sum((0, 1, 3))))
 
 
 def _heads_at_a_time(batch, time, heads, head_dim, state_size, element_size) -> int:
     """Of one group, by bytes of temporary tensors: states, adjoints, scratch; transposed copies; partial results."""
-    state_bytes = 3 * 2 * 4 * head_dim * state_size * (triton.cdiv(time, BACKWARD_SEGMENT) + 1)
-    row_bytes = 4 * time * head_dim * (3 * element_size / 4 + 2 * triton.cdiv(state_size, KEY_BLOCK))
+    state_bytes = 3 * 2 * 4 * head_dim * state_size * (cdiv(time, BACKWARD_SEGMENT) + 1)
+    row_bytes = 4 * time * head_dim * (3 * element_size / 4 + 2 * cdiv(state_size, KEY_BLOCK))
     a_head = batch * int(state_bytes + row_bytes + 2 * 4 * time * state_size)
-    launches = triton.cdiv(heads, max(1, min(WORKSPACE_BYTES // a_head, MAX_GRID // batch)))
-    return triton.cdiv(heads, launches)
+    launches = cdiv(heads, max(1, min(WORKSPACE_BYTES // a_head, MAX_GRID // batch)))
+    return cdiv(heads, launches)
 
 
 def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, dvar):
@@ -265,14 +262,14 @@ def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, 
     dy = dy if dy.stride(-1) == 1 and dy.stride(1) <= MAX_STRIDE else dy.contiguous()
     heads_per_group = heads // groups
     if tuned:
-        step, shares = tuned_plan(batch, time, heads_per_group, x.device, WORKSPACE_BYTES)
+        step, shares = tuned_plan(batch, time, heads_per_group, programs_on(x.device), WORKSPACE_BYTES)
     else:
         step = _heads_at_a_time(batch, time, heads_per_group, head_dim, state_size, x.element_size())
     step = min(step, MAX_GRID // batch)
     scalars = []
     for g in range(groups):
         if tuned:
-            padded = triton.cdiv(time, segment) * segment
+            padded = cdiv(time, segment) * segment
             dkeys = torch.zeros(shares, 2, batch, padded, state_size, dtype=torch.float32, device=x.device)
         else:
             dkeys = torch.empty(2, batch, time, state_size, dtype=torch.float32, device=x.device)
@@ -297,10 +294,10 @@ def _skip_backward(x, dy, D, dx):
     """dD `[h]`; what the skip adds to dx is added in place."""
     batch, time, heads, head_dim = x.shape
     BT = 64
-    parts = x.new_empty(triton.cdiv(time, BT), batch, heads, dtype=torch.float32)
+    parts = x.new_empty(cdiv(time, BT), batch, heads, dtype=torch.float32)
     skip_backward[(parts.numel(),)](
         x, dy, D, dx, parts, *x.stride(), *dy.stride(), time, batch, heads, head_dim,
-        BT=BT, BP=_power_of_two(head_dim), num_warps=4,
+        BT=BT, BP=power_of_two(head_dim), num_warps=4,
     )  # fmt: skip
     return parts.sum((0, 1))
 

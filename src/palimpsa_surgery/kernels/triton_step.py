@@ -7,7 +7,7 @@ kernel does the update, the read-out and the skip `D x`. It updates its input, s
 import torch
 from torch import Tensor
 
-from .triton_jit import NAMESPACE, jit, tl, triton
+from .triton_jit import NAMESPACE, cdiv, jit, power_of_two, tl
 
 
 @jit
@@ -63,11 +63,11 @@ def _step_forward(
     # 8 rows a program: 8 heads of batch 1 already fill 64 programs, and each reads 8 KiB of state
     BP = 8
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _step[(batch * heads, triton.cdiv(head_dim, BP))](
+        _step[(batch * heads, cdiv(head_dim, BP))](
             x, dt, A, B, C, beta, I_prior, state, x if D is None else D, y,
             *x.stride(), *dt.stride(), *B.stride(), *C.stride(), *beta.stride(), *state.stride(),
             heads, heads // groups, head_dim, state_size,
-            BP=BP, BN=triton.next_power_of_2(state_size), HAS_D=D is not None, num_warps=2,
+            BP=BP, BN=power_of_two(state_size), HAS_D=D is not None, num_warps=2,
         )  # fmt: skip
     return y
 
