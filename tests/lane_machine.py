@@ -198,7 +198,6 @@ class Machine:
             "store_global4": self._store_global4,
             "add_global4": self._add_global4,
             "add_global": self._add_global,
-            "store_global2": self._store_global2,
             "warp_barrier": lambda: self.shared.warp_barrier(),
             "wait_async": lambda zero: self.shared.wait(),
             "reciprocal": lambda x: register(np.float32(1) / x),
@@ -301,11 +300,6 @@ class Machine:
     def _add_global(self, address: Pointer, value):
         assert np.unique(address.offset).size == self.threads, "two threads add to a word"
         address.flat[torch.from_numpy(address.offset)] += torch.from_numpy(np.asarray(value))
-
-    def _store_global2(self, address: Pointer, a, b):
-        assert (np.asarray(address.offset) % 2 == 0).all()
-        self._store(address, a)
-        self._store(address + 1, b)
 
     def _mma(self, a, b, acc):
         depth = 8 * len(b)

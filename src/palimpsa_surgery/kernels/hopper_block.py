@@ -34,13 +34,12 @@ KEY_PARTS_AT = gl.constexpr(2176)
 TOKEN_SUMS = gl.constexpr(3712)
 ROW_SUMS_AT = gl.constexpr(14848)
 PRIORS_AT = gl.constexpr(47616)
-# Operands: rows of this block and of the next [2, 16, (dy, v, u), 64], keys [16, 4 warps, (C, B, B²), 16], and x and
-# beta in pairs of tokens, as first operands of products lie [2, 4, 8, 4, 4], of a block in parts.
+# Operands: rows of this block and of the next [2, 16, (dy, v, u), 64], keys [16, 4 warps, (C, B, B²), 16], and of a
+# block in parts x and beta in pairs of tokens, as first operands of products lie [2, 4, 32 lanes, 4].
 ROWS_AT = gl.constexpr(55808)
 KEYS_AT = gl.constexpr(80384)
 PAIRS_AT = gl.constexpr(92672)
-# Before time runs backwards, in place of the sums: what this block and the next write, as `put_written` has it.
-WRITTEN = gl.constexpr(17408)
+WRITTEN = gl.constexpr(17408)  # while time runs forwards, in place of the sums: `put_written`'s, of two blocks
 # x, beta, dy, B and C as they were copied, in the order in which threads take them [5, 128, 4 words]
 RAW_AT = gl.constexpr(96768)
 IDLE_AT = gl.constexpr(107008)  # a word for each thread

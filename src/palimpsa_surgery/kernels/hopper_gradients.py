@@ -1,9 +1,8 @@
 """The gradients that a segment's own tokens cause (step 5 of `triton_scan.py`'s backward pass) for Hopper.
 
-Time runs forwards through blocks of 16 tokens, which leaves states at the ends of spans (`hopper_spans.py`,
-`hopper_states.py`), and then backwards from these. With c the
-product of the decays since a span's first token, M / c and I / c do not decay, so a token that is done takes back what
-it wrote,
+Time runs forwards through blocks of 16 tokens, to states at the ends of spans (`hopper_spans.py`, `hopper_states.py`),
+and then, for each half of the keys, backwards from these. With c the product of the decays since a span's first token,
+M / c and I / c do not decay, so a token that is done takes back what it wrote,
 
     M / c -= v B        I / c -= u B² + dq        with v = dt x / c, u = beta / c, dq by how much I_prior / c has grown
 
@@ -12,6 +11,9 @@ element is moved: a lane has eight value rows and four keys of M, I, E and E_I, 
 memory (`hopper_token.py`); what a block's tokens bring lies there too (`hopper_block.py`).
 
 A block that is no span goes in parts, each from a state that products make of the one before the block.
+
+A program takes one segment and head after the other: as many programs as run at a time need room for their states, and
+dB and dC of several heads add up without one tensor for each.
 
 The gradient of log alpha at a span's or a part's first token is what flows through there, E · alpha M + E_I · alpha
 Ibar; from a token to the next it grows by v · dv + u · dbeta, less what the prior receives. (It is zero after the

@@ -163,15 +163,6 @@ def add_global(pointer, v):
 
 
 @jit
-def store_global2(pointer, a, b):
-    """Two words to global memory."""
-    gl.inline_asm_elementwise(
-        "st.global.v2.b32 [$1], {$2, $3}; mov.u32 $0, 0;", "=r,l,r,r", [pointer.to(gl.int64), a, b], gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@jit
 def warp_barrier():
     """What lanes of a warp have written is there for the others, and what they have read may be written."""
     gl.inline_asm_elementwise(

@@ -2,7 +2,7 @@
 
 Letters as in `triton_scan.py`, whose backward pass goes on from step 2 in another order here:
 
-4. `find_spans` and `anchor_states`: from where to go back in time, and the states there.
+4. `find_spans`: from where to go back in time, by the most that `segment_states` says tokens write.
 5. `segment_gradients`: the gradients that a segment's own tokens cause, and the adjoint of its start.
 6. `pass_states` backwards, and `carry_rows` and `carry_keys`: by matrix products, what the adjoint after each segment
    adds. `sum_flows`: the gradient of log alpha.

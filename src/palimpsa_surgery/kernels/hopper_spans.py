@@ -1,4 +1,4 @@
-"""From where `hopper_gradients.py` goes back in time, in plain Triton: spans of tokens, and the states at their ends.
+"""From where `hopper_gradients.py` goes back in time, in plain Triton: the ends of spans of tokens.
 
 With c the product of the decays since a span's first token, r = 1 / c, M / c and I / c do not decay. A span is as many
 blocks of 16 tokens as there are in which neither outgrows its start. For I / c there is a bound, `GROWTH`:
@@ -9,9 +9,7 @@ M may begin at zero, so what is bounded is its size as writes of random signs ma
 m / c, where m² is decayed by alpha² and gets (dt max_p x max_n B)² from a token; what was written more than 16 tokens
 before the segment counts for nothing. (A huge dt would otherwise leave, of the tokens before it, what float32 rounds.)
 
-The state after a span is an anchor: float32, and made of the products in float32 that going back takes away again, or
-what is left would be what they differ by. A block that grows more by itself is no span: it is cut into parts, within
-which nothing outgrows its start either, and its anchor is the state before it.
+A block that grows more by itself is no span: it is cut into parts, within which nothing outgrows its start either.
 """
 
 from .triton_jit import jit, tl
