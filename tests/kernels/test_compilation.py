@@ -1,5 +1,7 @@
 """What Triton specialises the kernels on: nothing that changes from one batch to the next."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -53,9 +55,13 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("tuned", [True, False], ids=["hopper", "portable"])
 def test_other_lengths_and_heads_compile_nothing_anew(tuned, launched, monkeypatch):
     monkeypatch.setattr(triton_scan, "tuned_fits", lambda *_: tuned)
+    for module in (triton_scan, hopper_scan):
+        monkeypatch.setattr(module, "programs_on", lambda device: 264)
+    shares = []
     data = make(Case(1, 700, 16, 64, 128, 1, torch.bfloat16))
     for time, workspace in ((700, 2**30), (700, 2**25), (33, 2**30), (512, 1), (1, 1)):
         monkeypatch.setattr(triton_scan, "WORKSPACE_BYTES", workspace)
+        shares += [hopper_scan.plan(1, time, 16, triton_scan.MAX_GRID, 264, workspace)[1]]
         x, dt, A, B, C, beta, I_prior, _ = (
             v[:, :time].clone() if v is not None and v.ndim > 2 else v for v in data.arguments.values()
         )
@@ -64,9 +70,23 @@ def test_other_lengths_and_heads_compile_nothing_anew(tuned, launched, monkeypat
         triton_scan._backward(x, dt, A, B, C, beta, I_prior, D, None, None, data.dy[:, :time], None, None)
     found = launched()
     assert len(found) >= 7
+    assert {1, 16} <= set(shares)  # Triton would tell 1 and multiples of 16 apart
     # forwards and backwards; the first heads and those that follow
     twice = ("pass_states", "reduce_heads", *(("segment_states",) if tuned else ()))
     assert found == {name: 2 if name.endswith(twice) else 1 for name in found}
+
+
+def test_launches_keep_to_their_room():
+    workspace, programs = 2**30, 264
+    for batch, time, heads, most in itertools.product(
+        (1, 3, 8, 256), (1, 300, 4096, 40000, 2**17, 2**20), (1, 7, 80), (2, 10**6)
+    ):
+        step, shares = hopper_scan.plan(batch, time, heads, most, programs, workspace)
+        assert 1 <= shares <= step <= min(heads, most)
+        taken = hopper_scan.workspace_bytes(batch, time, step, shares, programs)
+        assert taken <= max(workspace, hopper_scan.workspace_bytes(batch, time, 1, 1, programs))
+    assert hopper_scan.plan(1, 2**15, 80, 10**6, programs, workspace) == (20, 2)
+    assert hopper_scan.plan(1, 2**15, 80, 10**6, programs, 1) == (1, 1)
 
 
 def test_the_tuned_kernels_take_bfloat16_alone(monkeypatch):
@@ -126,12 +146,12 @@ def test_nothing_compiles_the_convolution_anew(width, launched):
 
 
 def compile_for(
-    capability: int, kernel, types: dict, constants: dict, num_warps: int, source=compiler.ASTSource
+    capability: int, kernel, types: dict, constants: dict, num_warps: int, source=compiler.ASTSource, **options
 ) -> None:
     """Down to machine code, without a GPU; arguments not named in `types` are integers."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     target = backends.GPUTarget("cuda", capability, 32)
-    compiled = compiler.compile(source(kernel, signature, constants), target, {"num_warps": num_warps})
+    compiled = compiler.compile(source(kernel, signature, constants), target, {"num_warps": num_warps} | options)
     assert f".target sm_{capability}" in compiled.asm["ptx"]
     assert compiled.asm["cubin"]
 
@@ -177,7 +197,7 @@ def test_products_of_the_hopper_backward_pass_compile_without_a_gpu(packed):
     tile = dict(zip(("BT", "BP", "BN"), triton_scan.STATE_TILE, strict=True)) | {"x_p": 1, "beta_p": 1}
     compile_for(90, triton_forward.segment_states, types, constants | tile | {"HAS_LARGEST": True}, 4)
     constants |= {"S": hopper_scan.BACKWARD_SEGMENT, "BT": hopper_scan.CARRY_TOKENS}
-    compile_for(90, hopper_carry.carry_rows, types, constants, 4)
+    compile_for(90, hopper_carry.carry_rows, types, constants, 4, maxnreg=hopper_scan.CARRY_REGISTERS)
     del constants["HAS_DOC"]
     sums = types | dict.fromkeys(("changes", "flows", "ddt", "dA"), "*fp32")
     compile_for(90, hopper_scan.sum_flows, sums, {"S": hopper_scan.BACKWARD_SEGMENT}, 2)

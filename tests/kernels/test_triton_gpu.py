@@ -160,6 +160,17 @@ def test_same_bits_twice(kernels, request):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_programs_that_take_several_heads(monkeypatch):
+    """Of 11 heads three launches take 4, 4 and 3, and a program two of them: the same bits, and sums over all heads."""
+    data = make(Case(2, 300, 11, 64, 128, 1, bf16, initial=True, documents=5), "cuda")
+    expected = run(data)
+    monkeypatch.setattr(triton_scan, "tuned_plan", lambda *_: (4, 2))
+    first, second = run(data), run(data)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for name, value in first.items():
+        assert_close(value, expected[name], 1e-3 if name in ("dB", "dC") else 1e-6, name)
+
+
 @pytest.mark.parametrize("cancelling", [True, False], ids=["noise", "output-and-noise"])
 @pytest.mark.parametrize("kernels", ["tuned", "portable"])
 def test_32k_tokens(kernels, cancelling, request):

@@ -1,4 +1,4 @@
-"""What the 16 tokens of a block bring to `hopper_gradients.py`: where it lies in shared memory, how it gets there.
+"""What a block's 16 tokens bring to `hopper_gradients.py` and `hopper_states.py`: its place in shared memory, its way.
 
 Shifts and masks stand for divisions: of a number that is not known to be positive, one takes five instructions.
 """
@@ -107,7 +107,7 @@ def _put_rows(a, rows):
 
 
 @jit
-def unless_past(raw, t, steps):
+def _unless_past(raw, t, steps):
     """Two tokens' four rows, zero for tokens after the last."""
     return (
         gl.where(t < steps, raw[0], 0),
@@ -188,9 +188,9 @@ def put_rows(base, a_rows, a_scales, tid, left):
     wait_async(tid * 0)
     a = base + RAW_AT + tid * 16
     pair = (tid >> 4) * 2
-    x = unless_past(load4_bits(a), pair, left)
-    u = unless_past(load4_bits(a + 2048), pair, left)
-    dy = unless_past(load4_bits(a + 4096), pair, left)
+    x = _unless_past(load4_bits(a), pair, left)
+    u = _unless_past(load4_bits(a + 2048), pair, left)
+    dy = _unless_past(load4_bits(a + 4096), pair, left)
     one = (tid * 0).to(gl.float32) + 1.0
     a_out = a_rows + pair * 768 + (tid & 15) * 16
     a_pair = a_scales + pair * 4
@@ -215,8 +215,8 @@ def put_written(base, a_operands, a_scales, tid, left):
     wait_async(tid * 0)
     a = base + RAW_AT + tid * 16
     pair = (tid >> 4) * 2
-    x = unless_past(load4_bits(a), pair, left)
-    u = unless_past(load4_bits(a + 2048), pair, left)
+    x = _unless_past(load4_bits(a), pair, left)
+    u = _unless_past(load4_bits(a + 2048), pair, left)
     b0 = load4_bits(a + 6144)
     b1 = load4_bits(a + 8192)
     a_out = a_operands + _place_of_pairs(tid)
@@ -316,8 +316,8 @@ def scales_of(alpha, dt, r, t, first, last, lane, c):
 def put_scaled(base, a_rows, p_x, p_beta, x_t, beta_t, dt, r, start, steps, tid):
     """v and u of a block in parts, dt and r one a lane, and x and beta in pairs of tokens, for products."""
     pair = (tid >> 4) * 2
-    x = unless_past(_two_tokens(p_x, x_t, start, steps, tid), pair, steps - start)
-    u = unless_past(_two_tokens(p_beta, beta_t, start, steps, tid), pair, steps - start)
+    x = _unless_past(_two_tokens(p_x, x_t, start, steps, tid), pair, steps - start)
+    u = _unless_past(_two_tokens(p_beta, beta_t, start, steps, tid), pair, steps - start)
     v_scale = dt * r
     a = a_rows + pair * 768 + (tid & 15) * 16
     _put_rows(a + 256, _rows_of(x, from_lane(v_scale, pair), from_lane(v_scale, pair + 1)))

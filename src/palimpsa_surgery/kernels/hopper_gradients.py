@@ -56,7 +56,7 @@ from .hopper_token import add_up, last_token, sum_of_warp, token
 
 HEAD_DIM, STATE_SIZE = 64, 128  # what the kernel is written for
 NUM_WARPS = 4  # of 16 keys each
-HALVES = 2  # programs for all keys
+HALVES = 2  # of the keys, which a program takes one after the other
 
 
 @jit

@@ -35,7 +35,9 @@ PROGRAMS = 2  # of the gradient kernel on a multiprocessor: what its registers a
 SPARE_BYTES = 2 * 4 * HEAD_DIM * STATE_SIZE * BACKWARD_SEGMENT // BLOCK  # states of a program of the gradient kernel
 # float32 values for each token and head that a launch takes, beside states, adjoints and rows
 TOKEN_VALUES = 3 + HALVES * (1 + NUM_WARPS) + 4
-LAUNCH_ROUNDS = 1  # what a launch of all kernels costs, in segments of the gradient kernel
+# What a launch of all kernels costs beside their work, in rounds of the gradient kernel, of half of a segment's keys
+# each (0.24 ms): f + b 34.3, 33.2 and 32.2 ms with 16, 8 and 4 launches
+LAUNCH_ROUNDS = 1
 
 
 @jit
@@ -120,34 +122,42 @@ def read_out(x, dt, A, B, C, beta, I_prior, D, doc, states, y, segment):
 
 
 def programs_on(device: torch.device) -> int:
-    """Of the gradient kernel, as many as run at a time; on the CPU, for tests, two."""
+    """Of the gradient kernel, as many as run at a time; a CPU, where tests run it, counts as one multiprocessor."""
     on_cuda = device.type == "cuda"
     return PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(batch: int, time: int, heads: int, programs: int, workspace: int) -> tuple[int, int]:
-    """Of one group's heads, how many a launch of the backward pass takes, and how many shares of them.
+def plan(batch: int, time: int, heads: int, most_heads: int, programs: int, workspace: int) -> tuple[int, int]:
+    """Of one group's heads, how many a launch of the backward pass takes, at most so many, and how many shares of them.
 
     A program of the gradient kernel takes one share's heads one after the other and adds up their dB and dC, so more
     shares take more memory. What counts is when the last program ends.
     """
-    segments = cdiv(time, BACKWARD_SEGMENT)
-    padded = segments * BACKWARD_SEGMENT
-    share = 2 * 4 * batch * padded * STATE_SIZE
-    states = 2 * 2 * 4 * HEAD_DIM * STATE_SIZE * (segments + 1)
-    a_head = batch * (states + padded * 4 * (2 * HEAD_DIM + TOKEN_VALUES))
     found = []
     for shares in range(1, heads + 1):
-        room = max(1, (workspace - programs * SPARE_BYTES - shares * share) // a_head)
-        launches = cdiv(heads, max(room, shares))
-        step = cdiv(heads, launches)
-        rounds = HALVES * cdiv(segments * batch * shares, programs) * cdiv(step, shares)
-        found.append((launches * (rounds + LAUNCH_ROUNDS), shares, step))
-        if room < shares:
+        room = min(most_heads, (workspace - workspace_bytes(batch, time, 0, shares, programs)) // _bytes(batch, time))
+        if shares > max(1, room):
             break
+        launches = cdiv(heads, max(1, room))
+        step = cdiv(heads, launches)
+        rounds = HALVES * cdiv(cdiv(time, BACKWARD_SEGMENT) * batch * shares, programs) * cdiv(step, shares)
+        found.append((launches * (rounds + LAUNCH_ROUNDS), shares, step))
     _, shares, step = min(found)
     return step, shares
+
+
+def _bytes(batch: int, time: int) -> int:
+    """Of a head's temporary tensors: states, adjoints, rows, and values of tokens."""
+    segments = cdiv(time, BACKWARD_SEGMENT)
+    states = 2 * 2 * HEAD_DIM * STATE_SIZE * (segments + 1)
+    return 4 * batch * (states + segments * BACKWARD_SEGMENT * (2 * HEAD_DIM + TOKEN_VALUES))
+
+
+def workspace_bytes(batch: int, time: int, step: int, shares: int, programs: int) -> int:
+    """Of the temporary tensors of a launch of `step` heads in so many shares."""
+    share = 2 * 4 * batch * cdiv(time, BACKWARD_SEGMENT) * BACKWARD_SEGMENT * STATE_SIZE
+    return programs * SPARE_BYTES + shares * share + step * _bytes(batch, time)
 
 
 def segment_gradients(x, dt, A, B, C, beta, I_prior, doc, dy, largest, states, adjoints, keys, segment):

@@ -3,7 +3,8 @@
 Forwards through the blocks of a segment: after the block with which a span ends, and before one in parts, they are left
 in global memory, from where the same thread takes them again. They are float32 and made of the products that going
 back takes away again, or what is left would be what they differ by: v and u are cut to 16 bits there and here, in two
-parts of bfloat16, and B² is rounded. Tensor cores cut their sums off, so a state is never what they add to.
+parts of bfloat16, and B² is rounded. (Within a block in parts v and u are not cut, and three parts hold keys times
+their scales.) Tensor cores cut their sums off, so a state is never what they add to.
 """
 
 from .hopper_block import KEYS_AT, PAIRS_AT, SCALES_AT, SPANS_AT, WRITTEN, copy_written, parts_of, put_written

@@ -13,7 +13,7 @@ NAMESPACE = "palimpsa_" + hashlib.sha1(__name__.encode()).hexdigest()[:10]
 # compiles nothing anew: sizes and strides, and the addresses of what has one number for each head
 OPTIONS = {
     "do_not_specialize": (
-        *("T", "TP", "NSEG", "H", "HPG", "BATCH", "PART_ROWS", "dt_b", "ddt_b"),
+        *("T", "TP", "NSEG", "H", "HPG", "BATCH", "SHARES", "PART_ROWS", "dt_b", "ddt_b"),
         *("NT", "in_b", "in_t", "tail_b", "tail_d", "tail_k", "doc_b", "doc_t"),
     ),
     "do_not_specialize_on_alignment": (*("dt", "A", "prior", "skip", "doc", "ddt", "dA", "dprior", "dskip", "tail"),),

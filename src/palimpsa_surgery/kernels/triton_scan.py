@@ -251,6 +251,19 @@ def _heads_at_a_time(batch, time, heads, head_dim, state_size, element_size) -> 
 
 
 def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, dvar):
+    pieces = []
+    for i in range(0, x.shape[0], MAX_GRID):
+        rows = (x, dt, B, C, beta, initial_state, doc, dy, dfinal, dvar)
+        rows = (None if v is None else v[i : i + MAX_GRID] for v in rows)
+        pieces.append(_backward_rows(*rows, A, I_prior, D))
+    if len(pieces) == 1:
+        return pieces[0]
+    of_all = (2, 6, 7)  # dA, dprior and dD
+    together = enumerate(zip(*pieces, strict=True))
+    return tuple(v[0] if v[0] is None else sum(v) if k in of_all else torch.cat(v) for k, v in together)
+
+
+def _backward_rows(x, dt, B, C, beta, initial_state, doc, dy, dfinal, dvar, A, I_prior, D):
     batch, time, heads, head_dim = x.shape
     groups, state_size = B.shape[2:]
     dx, dbeta = (torch.empty(x.shape, dtype=v.dtype, device=x.device) for v in (x, beta))
@@ -262,10 +275,10 @@ def _backward(x, dt, A, B, C, beta, I_prior, D, initial_state, doc, dy, dfinal, 
     dy = dy if dy.stride(-1) == 1 and dy.stride(1) <= MAX_STRIDE else dy.contiguous()
     heads_per_group = heads // groups
     if tuned:
-        step, shares = tuned_plan(batch, time, heads_per_group, programs_on(x.device), WORKSPACE_BYTES)
+        most = max(1, MAX_GRID // batch)
+        step, shares = tuned_plan(batch, time, heads_per_group, most, programs_on(x.device), WORKSPACE_BYTES)
     else:
         step = _heads_at_a_time(batch, time, heads_per_group, head_dim, state_size, x.element_size())
-    step = min(step, MAX_GRID // batch)
     scalars = []
     for g in range(groups):
         if tuned:
