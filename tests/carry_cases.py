@@ -1,5 +1,7 @@
 """The kernels around the gradient kernel for Hopper, and the states it goes back from, against their definitions."""
 
+from unittest import mock
+
 import torch
 
 from helpers import assert_close
@@ -182,7 +184,8 @@ def check_heads(given, C, data: Data, doc, dot_types, tolerance, kernel) -> torc
     dv, du, dB, dlog = torch.autograd.grad((ends * adjoints[:, :, 1:].double()).sum(), leaves)
 
     largest = torch.full((2, batch, heads, padded), float("nan"), device=device)
-    triton_scan._states(x, dt, A, B, beta, None, doc, SEGMENT, heads, largest)
+    with mock.patch.object(triton_scan, "_pass"):  # slow where it is interpreted, and not needed for the largest
+        triton_scan._states(x, dt, A, B, beta, None, doc, SEGMENT, heads, largest)
     stand_in, real = Spans(kernel), hopper_scan.segment_gradients_kernel
     hopper_scan.segment_gradients_kernel = stand_in
     try:
