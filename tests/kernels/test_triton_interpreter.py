@@ -31,6 +31,7 @@ SCANS = {
     "float16": "Case(1, 17, 1, 4, 16, 1, dtype=torch.float16)",
     "strided": "Case(2, 17, 2, 3, 16, 1, initial=True, variance=True, strided=True, skip=True)",
     "skip": "Case(2, 70, 2, 5, 16, 2, initial=True, skip=True)",
+    "rows-in-pieces": "Case(4, 17, 1, 2, 16, 1, initial=True, documents=2, skip=True)",
 }
 CONV_CHECKS = ("check_alone", "check_nan", "check_operators")
 # Segments of 16 and 32 tokens, so that states pass between them; one head a launch, and few rows of a batch; for the
