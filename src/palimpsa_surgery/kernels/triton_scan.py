@@ -28,7 +28,7 @@ The backward pass saves nothing but the inputs. It runs 1 and 2 again, with shor
    from s < r to t ≥ r, D (dt x Q + beta Q_I); from the start to t ≥ r, decay (Z M_start + Z_I Ibar_start); from s < r
    to the end, decay (dt x B E_M + beta B² E_I); from the start to the end, decay (E_M M_start + E_I Ibar_start).
 
-On Hopper there is no step 4. Step 5 starts without an adjoint after the segment, what that adds being linear in it:
+On Hopper step 4 is another. Step 5 starts without an adjoint after the segment, what that adds being linear in it:
 `hopper_scan.py` has the order.
 
 A reset at a document's start is a mask (the decay over it is zero), never log alpha = -inf. No decay is divided by, but
